@@ -1,0 +1,141 @@
+"""The exceptions of Headwater, and what each one promises.
+
+    LBError
+    ├── RejectedError          never dispatched: safe to try elsewhere
+    │   ├── Saturated          429  every endpoint is full
+    │   ├── NoEndpoints        503  nothing that could serve this is alive
+    │   ├── Draining           503  this balancer is leaving
+    │   └── DeadlineExceeded   504  it cannot be answered in time
+    ├── UpstreamError          dispatched to an endpoint, which failed
+    │   ├── ConnectFailed      502  no connection: the endpoint never saw the request
+    │   ├── ResetBeforeByte    502  the connection ended before the first byte of an answer
+    │   ├── FirstByteTimeout   504  no first byte in time
+    │   └── StreamBroken       502  broke after the first byte: never tried again
+    ├── BadRequest             400  the client's mistake
+    │   └── ModelNotFound      404  no endpoint serves this model
+    ├── StoreError             fails no request
+    │   ├── StoreUnavailable
+    │   └── LeaseLost
+    └── ConfigError            ends start-up
+
+Foreign exceptions are mapped to these where they enter (`store/`, `relay/`); these are mapped to HTTP in one place
+(`apis.error_body`). A bug is an assertion and crashes; it is none of these.
+"""
+
+from __future__ import annotations
+
+
+class LBError(Exception):
+    """Base of all errors raised here. `status` is the HTTP status a client would see, `code` a stable short name."""
+
+    status = 500
+    code = "internal_error"
+
+    def __init__(self, message: str = "", *, retry_after_s: float | None = None) -> None:
+        super().__init__(message or (self.__doc__ or self.code).split(".")[0])
+        self.retry_after_s = retry_after_s
+
+
+class RejectedError(LBError):
+    """Refused before anything was dispatched, so another endpoint or tier may be tried."""
+
+    status = 503
+    code = "rejected"
+
+
+class Saturated(RejectedError):  # noqa: N818 - the tree names conditions
+    """Every endpoint that could serve the request is full."""
+
+    status = 429
+    code = "saturated"
+
+
+class NoEndpoints(RejectedError):  # noqa: N818
+    """No endpoint that could serve the request is alive."""
+
+    code = "no_endpoints"
+
+
+class Draining(RejectedError):  # noqa: N818
+    """This balancer is draining and takes no new work."""
+
+    code = "draining"
+
+
+class DeadlineExceeded(RejectedError):  # noqa: N818
+    """The request cannot be answered before its deadline."""
+
+    status = 504
+    code = "deadline_exceeded"
+
+
+class UpstreamError(LBError):
+    """An endpoint failed while it had the request."""
+
+    status = 502
+    code = "upstream_error"
+
+
+class ConnectFailed(UpstreamError):  # noqa: N818
+    """No connection could be made, so the endpoint never saw the request."""
+
+    code = "connect_failed"
+
+
+class ResetBeforeByte(UpstreamError):  # noqa: N818
+    """The connection ended before the first byte of an answer; whether the request was executed is unknown."""
+
+    code = "upstream_reset"
+
+
+class FirstByteTimeout(UpstreamError):  # noqa: N818
+    """The endpoint did not begin to answer in time."""
+
+    status = 504
+    code = "first_byte_timeout"
+
+
+class StreamBroken(UpstreamError):  # noqa: N818
+    """The answer broke after its first byte."""
+
+    code = "stream_broken"
+
+
+class BadRequest(LBError):  # noqa: N818
+    """The client's request cannot be understood. `param` names the field at fault, if one is."""
+
+    status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, param: str | None = None, status: int | None = None, code: str = "") -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status or self.status
+        self.code = code or self.code
+
+
+class ModelNotFound(BadRequest):
+    """No endpoint, alive or not, serves the model."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class StoreError(LBError):
+    """A store did not do what was asked. Never fails a request."""
+
+    code = "store_error"
+
+
+class StoreUnavailable(StoreError):  # noqa: N818
+    """The store did not answer in time, or at all."""
+
+
+class LeaseLost(StoreError):  # noqa: N818
+    """The lease, and with it every key under it, is gone."""
+
+
+class ConfigError(LBError):
+    """The configuration is wrong; the message names the file, the line and the key."""
+
+    code = "config_error"

@@ -1,0 +1,36 @@
+"""Who qualifies: each filter drops candidates that must not get this request, whatever they would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from common.types import InferenceRequest, Phase
+
+if TYPE_CHECKING:
+    from common.policy.balancer import Candidate
+
+Filter = Callable[[InferenceRequest, "Sequence[Candidate]", float], "list[Candidate]"]
+"""(request, candidates, now) -> those that stay, in the same order."""
+
+
+def serves_model(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
+    """Serves the request's model, as far as it says; a request without a model may go anywhere."""
+    if not request.model:
+        return list(candidates)
+    return [c for c in candidates if c.endpoint.serves(request.model)]
+
+
+def not_draining(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
+    """Takes new work: neither loading nor draining."""
+    return [c for c in candidates if c.phase is Phase.SERVING]
+
+
+def not_ejected(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
+    """Its breaker lets a request through."""
+    return [c for c in candidates if c.breaker.ready(now)]
+
+
+def has_capacity(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
+    """Below its bound of requests in flight from here, and not cooling off after it refused one."""
+    return [c for c in candidates if c.in_flight < c.max_in_flight and now >= c.busy_until]

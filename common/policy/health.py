@@ -1,0 +1,71 @@
+"""When an endpoint is left alone because of how it answers, and when it is tried again: a circuit breaker as a table.
+
+CLOSED takes requests. OPEN takes none until its cool-down is over. HALF_OPEN takes one trial at a time: a success
+closes it, a failure opens it for twice as long. What says nothing of the endpoint (a client's mistake or cancel, an
+overload answer) moves nothing and gives a trial's place back.
+Source: the circuit breaker of M. Nygard, *Release It!*; consecutive failures as in Envoy's outlier detection.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from common.types import Outcome
+
+
+class State(Enum):
+    """Of one breaker."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Breaker:
+    """Of one endpoint. `eject_after` failures in a row open it; a refused connection opens it at once."""
+
+    __slots__ = ("cooldown_s", "eject_after", "failures", "max_cooldown_s", "opened_at", "openings", "state", "trial")
+
+    def __init__(self, eject_after: int = 5, cooldown_s: float = 2.0, max_cooldown_s: float = 60.0) -> None:
+        self.eject_after = eject_after
+        self.cooldown_s = cooldown_s
+        self.max_cooldown_s = max_cooldown_s
+        self.state = State.CLOSED
+        self.failures = 0
+        self.openings = 0  # in a row, without a success between
+        self.opened_at = 0.0
+        self.trial = False
+
+    def ready(self, now: float) -> bool:
+        """Whether it may be picked; turns OPEN into HALF_OPEN when the cool-down is over."""
+        if self.state is State.CLOSED:
+            return True
+        if self.state is State.OPEN and now >= self.retry_at:
+            self.state = State.HALF_OPEN
+            self.trial = False
+        return self.state is State.HALF_OPEN and not self.trial
+
+    @property
+    def retry_at(self) -> float:
+        """When an open breaker next lets a trial through (monotonic seconds)."""
+        return self.opened_at + min(self.cooldown_s * 2.0 ** max(0, self.openings - 1), self.max_cooldown_s)
+
+    def picked(self) -> None:
+        """A request was sent there; in HALF_OPEN it is the trial."""
+        self.trial = self.state is State.HALF_OPEN
+
+    def ended(self, outcome: Outcome, now: float, *, unreachable: bool = False) -> None:
+        """A request ended. `unreachable`: no connection could be made, so nobody is there."""
+        if outcome is Outcome.SUCCESS:
+            self.state, self.failures, self.openings = State.CLOSED, 0, 0
+        elif outcome is Outcome.FAILED:
+            self.failures += 1
+            if self.state is State.HALF_OPEN or unreachable or self.failures >= self.eject_after:
+                self._open(now)
+        self.trial = False
+
+    def _open(self, now: float) -> None:
+        if self.state is not State.OPEN:
+            self.openings += 1
+            self.opened_at = now
+        self.state, self.failures = State.OPEN, 0

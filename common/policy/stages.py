@@ -1,0 +1,136 @@
+"""The three stages and `descend`, which runs them one below the other until somebody else takes over.
+
+A tier's process normally runs one stage: it picks a child of its own node and hands the request to the child's
+balancer. Where the child has no live balancer, the process runs the child's stage too, and so on down to an instance:
+takeover is this loop's bound and not a mode. A stage that sheds gives the pick above back and tries a sibling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+
+from common.policy import filters, pickers, scorers
+from common.policy.balancer import Balancer, Policy
+from common.types import Endpoint, InferenceRequest, Outcome, Path, Peer, Pick, Shed, Tier
+
+QUALIFIES = (filters.serves_model, filters.not_draining, filters.not_ejected, filters.has_capacity)
+
+PRICE_WEIGHT_S_PER_USD = 1e4  # a typical request costs about 1e-4 $, so its price weighs about a second
+
+
+def predicted_completion(price_weight_s_per_usd: float = PRICE_WEIGHT_S_PER_USD) -> Policy:
+    """Least predicted cost in seconds: completion of everybody, round trip, and price at so many seconds a dollar."""
+    terms = (
+        ("completion_s", 1.0, scorers.completion),
+        ("round_trip_s", 1.0, scorers.round_trip),
+        ("price_usd", price_weight_s_per_usd, scorers.price),
+    )
+    return Policy("predicted_completion", QUALIFIES, terms, pickers.lowest_cost)
+
+
+def round_robin() -> Policy:
+    """Each in turn."""
+    return Policy("round_robin", QUALIFIES, (("turn", 1.0, scorers.turn),), pickers.lowest_cost)
+
+
+def least_connections() -> Policy:
+    """Fewest requests under way from here."""
+    return Policy("least_connections", QUALIFIES, (("in_flight", 1.0, scorers.in_flight),), pickers.lowest_cost)
+
+
+def policy_named(name: str, price_weight_s_per_usd: float = PRICE_WEIGHT_S_PER_USD) -> Policy:
+    """The policy of that name. Raises KeyError for a name not in `POLICIES`."""
+    if name == "predicted_completion":
+        return predicted_completion(price_weight_s_per_usd)
+    return POLICIES[name]()
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "predicted_completion": predicted_completion,
+    "round_robin": round_robin,
+    "least_connections": least_connections,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One stage's pick on the way down, and whether this process ran it for a balancer that is gone."""
+
+    path: Path
+    pick: Pick
+    takeover: bool
+
+    @property
+    def tier(self) -> Tier:
+        """Whose stage it was."""
+        return Tier.of(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes next: to a peer that runs the rest, or (peer None) to the instance itself."""
+
+    hops: tuple[Hop, ...]
+    peer: Peer | None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The last pick."""
+        return self.hops[-1].pick.endpoint
+
+    @property
+    def url(self) -> str:
+        """The base URL to send it to."""
+        return self.peer.url if self.peer else self.endpoint.url
+
+    @property
+    def target(self) -> Path:
+        """Full path of the last pick."""
+        return (*self.hops[-1].path, self.endpoint.id)
+
+
+MAX_SIBLINGS = 4  # children of one node tried when the stage below sheds, so that a descent stays bounded
+
+PeerChoice = Callable[[Path, Endpoint], Peer | None]
+"""(path of the endpoint, endpoint) -> a live balancer of it to hand over to; None: run its stage here."""
+
+
+def descend(
+    request: InferenceRequest,
+    start: Path,
+    balancers: Mapping[Path, Balancer],
+    peer_of: PeerChoice,
+    serves: Callable[[Path], bool],
+    now: float,
+    rng: Random,
+    exclude: frozenset[Path] = frozenset(),
+) -> Route | Shed:
+    """Run stages from the node `start` down. `serves(path)`: this process is a balancer of that node itself.
+
+    Every pick of the returned route holds a reservation, to be released with the outcome; on Shed none is held.
+    `exclude` has full paths of endpoints that must not be picked again for this request.
+    """
+    balancer = balancers.get(start)
+    if balancer is None:
+        return Shed("no_endpoints", 1.0)
+    tried = {path[-1] for path in exclude if path[:-1] == start}
+    shed: Shed | None = None
+    for _ in range(MAX_SIBLINGS):
+        decision = balancer.pick(request, now, rng, tried)
+        if isinstance(decision, Shed):
+            # What the siblings below said is closer to the truth than "nothing left" after they were excluded.
+            return shed or decision
+        child = (*start, decision.endpoint.id)
+        hop = Hop(start, decision, takeover=not serves(start))
+        peer = peer_of(child, decision.endpoint) if len(child) < 3 else None
+        if len(child) == 3 or peer is not None:
+            return Route((hop,), peer)
+        below = descend(request, child, balancers, peer_of, serves, now, rng, exclude)
+        if isinstance(below, Route):
+            return Route((hop, *below.hops), below.peer)
+        balancer.release(decision.reservation, Outcome.IGNORED, now)
+        tried.add(decision.endpoint.id)
+        shed = below
+    return shed or Shed("no_endpoints", 1.0)

@@ -1,0 +1,1 @@
+"""The data path: requests in, requests out, bytes passed on as they come."""

@@ -1,0 +1,1 @@
+"""Where tiers meet: membership that must be right (etcd), affinity that must be fresh (Redis), and both in memory."""

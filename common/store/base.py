@@ -1,0 +1,84 @@
+"""What a store must do, whichever it is; held to by one contract suite (`tests/contract/`).
+
+Membership lives in a `MembershipStore`: keys under leases, and one stream of consistent snapshots to whoever watches.
+Affinity lives in an `AffinityStore`: small values that expire. Neither is ever waited for longer than told, and neither
+fails a request: what goes wrong is a `StoreUnavailable` that the caller counts and lives with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.types import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All keys under the watched prefix at one revision. `stale`: the store is out of reach and this was known last."""
+
+    values: Mapping[str, bytes]
+    revision: int
+    stale: bool = False
+
+
+class Lease(Protocol):
+    """Presence: keys that live as long as their owner renews them, which happens by itself in the background.
+
+    A key that disappears while the lease is held (deleted by hand, store came back empty) is put back within half the
+    time to live. Closing deletes only keys that this lease wrote, never a successor's.
+    """
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Write or replace a key under this lease. Without the store it is written as soon as that is back."""
+
+    async def delete(self, key: str) -> None:
+        """Stop presenting one key, at once."""
+
+    async def close(self) -> None:
+        """Stop presenting all of them and revoke the lease; returns within the store's time-out."""
+
+
+class MembershipStore(Protocol):
+    """Who exists. Keys are paths as in `/headwater/regions/eu/balancers/a1`, values are JSON."""
+
+    async def lease(self, ttl_s: float) -> Lease:
+        """Presence of this process, renewed until closed."""
+
+    def watch(self, prefix: str) -> AsyncIterator[Snapshot]:
+        """Snapshots under `prefix`: the present one, then one after each change (changes close together may share one).
+
+        Gaps (compaction, reconnection, a stalled stream) are closed by listing again, deletions included. While the
+        store is out of reach the last snapshot is given once more with `stale` set, and a fresh one when it is back.
+        """
+
+    async def get(self, key: str) -> bytes | None:
+        """One value. Raises StoreUnavailable."""
+
+    async def put_if_absent(self, key: str, value: bytes) -> bytes:
+        """Write a value unless the key exists; returns what is stored then. Raises StoreUnavailable."""
+
+    async def close(self) -> None:
+        """Let go of connections; leases are closed by their owners."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a session was served last, and how many tokens of it may be cached there."""
+
+    path: Path  # region, cluster, instance
+    tokens: int
+
+
+class AffinityStore(Protocol):
+    """Session to placement, expiring."""
+
+    async def get(self, session: str) -> Placement | None:
+        """The placement, or None if there is none or it expired. Raises StoreUnavailable within the budget."""
+
+    async def put(self, session: str, placement: Placement, ttl_s: float) -> None:
+        """Remember a placement for `ttl_s`. Raises StoreUnavailable within the budget."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
