@@ -66,6 +66,7 @@ class Peer:
     id: str
     url: str  # where requests go: http://host:port
     load: str = ""  # where load reports come from (gRPC), host:port; "" if it offers none
+    admin: str = ""  # its admin listener, http://host:port; "" if it tells nobody
     phase: Phase = Phase.SERVING
 
 
@@ -218,7 +219,10 @@ class Pick:
 
 @dataclass(frozen=True, slots=True)
 class Shed:
-    """Refuse it. `reason` is saturated, no_endpoints or model_not_found; `filters` says how many each one removed."""
+    """Refuse it. `reason` is saturated, no_endpoints, model_not_found or too_large.
+
+    `filters` says how many candidates each one removed.
+    """
 
     reason: str
     retry_after_s: float | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from random import Random
 
 from common.policy.ewma import Ewma
@@ -41,6 +42,7 @@ from common.types import (
 QUOTE_STALE_S = 5.0  # an older quote is not believed: it herds more than it helps
 QUOTE_INSTANCES = 16  # up to here a quote lists instances one by one, beyond it the mean of each GPU class
 SENT_KEPT = 4096  # picks remembered for replay on the next quote; a quote comes several times a second
+ENOUGH_TOKENS = 8.0  # an answer this long says something of the time per token
 MIN_UNCACHED = 16.0  # tokens read even when all of the prompt is cached: the last block is always computed
 
 
@@ -77,6 +79,7 @@ class Candidate:
         "foreign_seen",
         "in_flight",
         "last_turn",
+        "limits",
         "max_in_flight",
         "own",
         "parent",
@@ -92,7 +95,8 @@ class Candidate:
         self.parent = parent
         self.depth = len(parent)
         self.breaker = Breaker(limits.eject_after, limits.cooldown_s)
-        self.max_in_flight = limits.max_in_flight * max(1, sum(n for _, n in endpoint.fleet))
+        self.limits = limits
+        self.max_in_flight = limits.max_in_flight
         self.in_flight = 0
         self.busy_until = 0.0
         self.last_turn = 0
@@ -117,6 +121,7 @@ class Candidate:
             for e, (gpu, count) in zip(self.estimates, fleet, strict=True)
         ]
         self.foreign_seen = 0.0
+        self.max_in_flight = self.limits.max_in_flight * max(1, sum(n for _, n in endpoint.fleet))
 
     def adopt(self, endpoint: Endpoint) -> None:
         """The pool's new word on this endpoint. Learned state stays, unless another process answers there now."""
@@ -164,6 +169,11 @@ class Candidate:
             return (float("inf"), servers[0], Terms(float("inf"), 0.0, 0.0), uncached)
         return best
 
+    def offers(self, request: InferenceRequest) -> bool:
+        """Whether a server below it, as last quoted, has the model; a quote leaves out what takes no work."""
+        servers = self.quoted or self.own
+        return any(not s.models or not request.model or request.model in s.models for s in servers)
+
     def price_usd(self, request: InferenceRequest, now: float) -> float:
         """Dollars of GPU time this request takes there when the server is as busy as it should be."""
         _, s, _, uncached = self.cheapest(request, now)
@@ -196,12 +206,21 @@ class Candidate:
             return
         self.foreign.add(report.running + (report.waiting or 0.0) - self.in_flight, now)
         seen = max(0.0, self.foreign.value or 0.0)
-        seen = 0.0 if seen < 0.5 else seen  # below half a request it is the delay of the report
-        more, s = seen - self.foreign_seen, self.own[0]
-        s.n += more
-        s.k += more * FOREIGN_CONTEXT_TOKENS
-        s.r += more * FOREIGN_REST_TOKENS
-        self.foreign_seen = seen
+        self._add_foreign(-self.foreign_seen)
+        self.foreign_seen = 0.0 if seen < 0.5 else seen  # below half a request it is the delay of the report
+        self._add_foreign(self.foreign_seen)
+
+    def _add_foreign(self, requests: float) -> None:
+        s = self.own[0]
+        s.n += requests
+        s.k += requests * FOREIGN_CONTEXT_TOKENS
+        s.r += requests * FOREIGN_REST_TOKENS
+
+    def emptied(self) -> None:
+        """Nothing of ours is under way here any more."""
+        for server in self.own:
+            server.emptied()
+        self._add_foreign(self.foreign_seen)
 
 
 FOREIGN_CONTEXT_TOKENS = 1000.0  # of a request that others sent: the mean of public conversation traffic,
@@ -220,7 +239,9 @@ class _Held:
     context: float
     at: float
     terms: Terms
-    first_at: float | None = None
+    first_at: float | None = None  # when its first token was seen
+    decoding: bool = False  # counted as past its first token
+    trial: bool = False  # of a half-open breaker
 
 
 class Balancer:
@@ -237,6 +258,7 @@ class Balancer:
         self._held: dict[int, _Held] = {}
         self._next = 0
         self._turn = 0
+        self._unseen: list[tuple[float, int]] = []  # (when to take it for begun, reservation) of answers in one piece
 
     # -- what is told ------------------------------------------------------------------------------------------------
 
@@ -273,10 +295,13 @@ class Balancer:
 
     def pick(self, request: InferenceRequest, now: float, rng: Random, exclude: Iterable[str] = ()) -> Decision:
         """Choose and reserve in one step. Costs O(candidates)."""
+        self._settle(now)
         candidates: list[Candidate] = list(self.candidates.values())
         if exclude:
             skip = set(exclude)
             candidates = [c for c in candidates if c.endpoint.id not in skip]
+        if not candidates:
+            return Shed("no_endpoints", 1.0)
         removed: list[tuple[str, int]] = []
         for keep in self.policy.filters:
             left = keep(request, candidates, now)
@@ -285,8 +310,6 @@ class Balancer:
             if not left:
                 return self._shed(keep.__name__, candidates, tuple(removed), now)
             candidates = left
-        if not candidates:
-            return Shed("no_endpoints", filters=tuple(removed))
         return self._take(request, candidates, now, rng)
 
     def _take(self, request: InferenceRequest, candidates: Sequence[Candidate], now: float, rng: Random) -> Decision:
@@ -294,7 +317,7 @@ class Balancer:
         weights = [weight for _, weight, _ in self.policy.scorers]
         totals = [sum(w * x for w, x in zip(weights, row, strict=True)) for row in zip(*columns, strict=True)]
         if min(totals) == float("inf"):
-            return Shed("too_large")
+            return Shed("too_large") if any(c.offers(request) for c in candidates) else Shed("no_endpoints", 1.0)
         chosen = candidates[self.policy.picker(totals, rng)]
         scores = tuple(
             Score(c.endpoint.id, total, terms)
@@ -315,7 +338,7 @@ class Balancer:
         self._turn += 1
         c.last_turn = self._turn
         c.in_flight += 1
-        c.breaker.picked()
+        trial = c.breaker.picked()
         _, server, terms, uncached = c.cheapest(request, now)
         if c.quoted and c.depth < 2:
             server.dispatched(uncached, request.output_tokens, now)
@@ -332,8 +355,23 @@ class Balancer:
             request.input_tokens + 0.5 * request.output_tokens,
             now,
             terms,
+            trial=trial,
         )
+        if not request.stream and request.output_tokens > 0.0 and terms.ttft < float("inf"):
+            heappush(self._unseen, (now + terms.ttft, self._next))
         return terms, Reservation(self._next, c.endpoint.id, self.parent)
+
+    def _settle(self, now: float) -> None:
+        """Take answers that come in one piece for begun when their first token was due: nobody sees it come."""
+        while self._unseen and self._unseen[0][0] <= now:
+            _, id_ = heappop(self._unseen)
+            held = self._held.get(id_)
+            if held is not None and held.first_at is None:
+                self._begun(held)
+
+    def _begun(self, held: _Held) -> None:
+        held.decoding = True
+        held.server.first_token(held.prompt, held.context)
 
     def _shed(self, by: str, candidates: Sequence[Candidate], removed: tuple[tuple[str, int], ...], now: float) -> Shed:
         if by == "has_capacity":
@@ -352,7 +390,8 @@ class Balancer:
         if held.first_at is not None:
             return
         held.first_at = now
-        held.server.first_token(held.prompt / held.server.count, held.context / held.server.count)
+        if not held.decoding:
+            self._begun(held)
 
     def release(
         self,
@@ -373,23 +412,28 @@ class Balancer:
         c, s = held.candidate, held.server
         c.in_flight -= 1
         assert c.in_flight >= 0
-        per = 1.0 / s.count
-        s.ended(held.prompt * per, held.output * per, held.context * per, decoding=held.first_at is not None)
+        s.ended(held.prompt, held.output, held.context, decoding=held.decoding)
         if not c.in_flight:
-            self._gone.pop(c.endpoint.id, None) if self.candidates.get(c.endpoint.id) is not c else None
-        c.breaker.ended(outcome, now, unreachable=unreachable)
+            c.emptied()
+            if self._gone.get(c.endpoint.id) is c:
+                del self._gone[c.endpoint.id]
+        if not self._held:
+            self._unseen.clear()
+        c.breaker.ended(outcome, now, unreachable=unreachable, trial=held.trial)
         if outcome is Outcome.OVERLOADED:
             c.busy_until = now + (retry_after_s if retry_after_s is not None else self.limits.busy_s)
         elif outcome is Outcome.SUCCESS:
             self._learn(held, now, output_tokens)
 
     def _learn(self, held: _Held, now: float, output_tokens: float | None) -> None:
-        if held.first_at is None or held.terms.ttft == float("inf"):
+        terms = held.terms
+        if terms.ttft in (0.0, float("inf")):
             return
-        ttft = (held.first_at - held.at) / held.terms.ttft if held.terms.ttft > 0.0 else None
+        ttft = None if held.first_at is None else (held.first_at - held.at) / terms.ttft
+        began = held.first_at if held.first_at is not None else held.at + terms.ttft
         decode = None
-        if output_tokens is not None and output_tokens >= 8.0 and held.output > 0.0 and held.terms.decode > 0.0:
-            decode = (now - held.first_at) / (held.terms.decode * output_tokens / held.output)
+        if output_tokens is not None and output_tokens >= ENOUGH_TOKENS and held.output > 0.0 and terms.decode > 0.0:
+            decode = (now - began) / (terms.decode * output_tokens / held.output)
         held.estimate.learn(ttft, decode)
         held.server.speed = held.estimate.speed
 
@@ -402,6 +446,7 @@ class Balancer:
 
     def quote(self, now: float) -> tuple[ServerLoad, ...]:
         """The servers below this pool that take work, each with what is under way on it."""
+        self._settle(now)
         loads: list[ServerLoad] = []
         for c in self.candidates.values():
             if c.phase is not Phase.SERVING or not c.breaker.ready(now):

@@ -20,7 +20,7 @@ class Ewma:
         self._at = now
 
     def add(self, sample: float, now: float) -> None:
-        """Take one sample in. Samples at the same instant are averaged in with half the weight each."""
+        """Take one sample in, with a tenth of the weight at least: samples in quick succession still move it."""
         if self._value is None:
             self._value = sample
         else:

@@ -12,6 +12,8 @@ from enum import Enum
 
 from common.types import Outcome
 
+MAX_DOUBLINGS = 32  # of the cool-down: far beyond any maximum, and a float holds it however long an outage lasts
+
 
 class State(Enum):
     """Of one breaker."""
@@ -48,21 +50,27 @@ class Breaker:
     @property
     def retry_at(self) -> float:
         """When an open breaker next lets a trial through (monotonic seconds)."""
-        return self.opened_at + min(self.cooldown_s * 2.0 ** max(0, self.openings - 1), self.max_cooldown_s)
+        doublings = min(max(0, self.openings - 1), MAX_DOUBLINGS)
+        return self.opened_at + min(self.cooldown_s * 2.0**doublings, self.max_cooldown_s)
 
-    def picked(self) -> None:
-        """A request was sent there; in HALF_OPEN it is the trial."""
+    def picked(self) -> bool:
+        """A request was sent there; in HALF_OPEN it is the trial, which is what is returned."""
         self.trial = self.state is State.HALF_OPEN
+        return self.trial
 
-    def ended(self, outcome: Outcome, now: float, *, unreachable: bool = False) -> None:
-        """A request ended. `unreachable`: no connection could be made, so nobody is there."""
+    def ended(self, outcome: Outcome, now: float, *, unreachable: bool = False, trial: bool = True) -> None:
+        """A request ended. `unreachable`: no connection could be made, so nobody is there.
+
+        `trial`: it may have been the trial, whose place it then gives back; one sent before the opening does not.
+        """
         if outcome is Outcome.SUCCESS:
             self.state, self.failures, self.openings = State.CLOSED, 0, 0
         elif outcome is Outcome.FAILED:
             self.failures += 1
             if self.state is State.HALF_OPEN or unreachable or self.failures >= self.eject_after:
                 self._open(now)
-        self.trial = False
+        if trial:
+            self.trial = False
 
     def _open(self, now: float) -> None:
         if self.state is not State.OPEN:

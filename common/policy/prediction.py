@@ -108,20 +108,26 @@ class Server:
 
     def first_token(self, prompt: float, context: float) -> None:
         """Its first token came: its prompt is read and `context` tokens are resident."""
-        self.w -= 1.0
-        self.n += 1.0
-        self.p -= prompt
-        self.k += context
+        per = 1.0 / self.count
+        self.w -= per
+        self.n += per
+        self.p -= prompt * per
+        self.k += context * per
 
     def ended(self, prompt: float, output: float, context: float, *, decoding: bool) -> None:
         """It is over, whether it had begun to decode or not."""
+        per = 1.0 / self.count
         if decoding:
-            self.n -= 1.0
-            self.k -= context
+            self.n -= per
+            self.k -= context * per
         else:
-            self.w -= 1.0
-            self.p -= prompt
-        self.r -= output
+            self.w -= per
+            self.p -= prompt * per
+        self.r -= output * per
+
+    def emptied(self) -> None:
+        """Nothing is under way: the sums are exactly zero again, whatever rounding left in them."""
+        self.n = self.w = self.p = self.k = self.r = 0.0
 
 
 SHARE_S = 10.0  # φ looks back ten seconds: several prompts of a busy server, and short against a load change
@@ -211,7 +217,7 @@ class SpeedEstimate:
 class OutputLength:
     """Expected output tokens by (model, tenant, prompt bucket), backing off to coarser keys; O(1), bounded.
 
-    A key's mean forgets over about `MEMORY` samples. Keys beyond `max_keys` share the model's own mean.
+    A key's mean forgets over about `MEMORY` samples. Keys beyond `max_keys` share the coarser means there are.
     """
 
     MEMORY = 500
@@ -244,7 +250,7 @@ class OutputLength:
         for key in self._keys(model, tenant, input_tokens):
             mean = self._means.get(key)
             if mean is None:
-                if len(self._means) >= self.max_keys and len(key) > 1:
+                if key and len(self._means) >= self.max_keys:
                     continue
                 mean = self._means[key] = [0.0, 0.0]
             mean[0] = min(mean[0] + 1.0, self.MEMORY)

@@ -7,7 +7,7 @@ fails a request: what goes wrong is a `StoreUnavailable` that the caller counts 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,40 +27,52 @@ class Lease(Protocol):
     """Presence: keys that live as long as their owner renews them, which happens by itself in the background.
 
     A key that disappears while the lease is held (deleted by hand, store came back empty) is put back within half the
-    time to live. Closing deletes only keys that this lease wrote, never a successor's.
+    time to live. The first `put` of a key takes it over from whoever had it; after that a key that another lease wrote
+    belongs to that successor: it is neither replaced nor deleted from here, and presented again once it is free.
     """
 
     async def put(self, key: str, value: bytes) -> None:
-        """Write or replace a key under this lease. Without the store it is written as soon as that is back."""
+        """Write or replace a key under this lease, and wait for that within the store's time-out.
+
+        Without the store it is written as soon as that is back; nothing is raised.
+        """
 
     async def delete(self, key: str) -> None:
-        """Stop presenting one key, at once."""
+        """Stop presenting one key, at once; without the store, as soon as that is back. Raises nothing."""
 
     async def close(self) -> None:
-        """Stop presenting all of them and revoke the lease; returns within the store's time-out."""
+        """Stop presenting all of them and revoke the lease; returns within the store's time-out and raises nothing.
+
+        Where the store is out of reach the keys expire by themselves. A second call changes nothing.
+        """
 
 
 class MembershipStore(Protocol):
     """Who exists. Keys are paths as in `/headwater/regions/eu/balancers/a1`, values are JSON."""
 
     async def lease(self, ttl_s: float) -> Lease:
-        """Presence of this process, renewed until closed."""
+        """Presence of this process, renewed until closed. Waits for nothing: the store may be out of reach."""
 
-    def watch(self, prefix: str) -> AsyncIterator[Snapshot]:
+    def watch(self, prefix: str) -> AsyncGenerator[Snapshot, None]:
         """Snapshots under `prefix`: the present one, then one after each change (changes close together may share one).
 
         Gaps (compaction, reconnection, a stalled stream) are closed by listing again, deletions included. While the
-        store is out of reach the last snapshot is given once more with `stale` set, and a fresh one when it is back.
+        store is out of reach the last snapshot is given once more with `stale` set (an empty one if there was none),
+        and a fresh one when it is back. A store that comes back with an older state than was seen counts as out of
+        reach before. Never raises a StoreError; ends when the store is closed.
         """
 
     async def get(self, key: str) -> bytes | None:
         """One value. Raises StoreUnavailable."""
 
     async def put_if_absent(self, key: str, value: bytes) -> bytes:
-        """Write a value unless the key exists; returns what is stored then. Raises StoreUnavailable."""
+        """Write a value (under no lease) unless the key exists; what is stored then. Raises StoreUnavailable."""
+
+    async def ping(self, timeout_s: float) -> None:
+        """Return as soon as the store answers, trying until `timeout_s` is over. Raises StoreUnavailable."""
 
     async def close(self) -> None:
-        """Let go of connections; leases are closed by their owners."""
+        """Let go of connections and end the watches; leases are closed by their owners, before this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +91,9 @@ class AffinityStore(Protocol):
 
     async def put(self, session: str, placement: Placement, ttl_s: float) -> None:
         """Remember a placement for `ttl_s`. Raises StoreUnavailable within the budget."""
+
+    async def ping(self, timeout_s: float) -> None:
+        """Return as soon as the store takes a write, trying until `timeout_s` is over. Raises StoreUnavailable."""
 
     async def close(self) -> None:
         """Let go of connections."""

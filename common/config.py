@@ -1,0 +1,312 @@
+"""Configuration: one strict YAML file a process, every key overridable from the environment, all or nothing.
+
+An unknown key or a bad value is a ConfigError that names the file, the line and the key. `limits.header_timeout_s` is
+`HEADWATER_LIMITS__HEADER_TIMEOUT_S` in the environment; what is set there wins over the file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from common.errors import ConfigError
+
+Key = tuple[str | int, ...]
+"""Where a value stands: ("limits", "header_timeout_s")."""
+
+ENV_PREFIX = "HEADWATER_"
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+Seconds = Annotated[float, Field(gt=0.0, le=86_400.0)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def _name(value: str) -> str:
+    if not NAME.fullmatch(value):
+        raise ValueError("must be 1 to 64 of letters, digits, '.', '_' and '-'")
+    return value
+
+
+def _host_port(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65_535:
+        raise ValueError("must be HOST:PORT, as in 127.0.0.1:8080")
+    return f"{host or '0.0.0.0'}:{port}"
+
+
+def _url(value: str) -> str:
+    if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", value):
+        raise ValueError("must be a URL, as in http://127.0.0.1:8000")
+    return value.rstrip("/")
+
+
+Name = Annotated[str, AfterValidator(_name)]
+HostPort = Annotated[str, AfterValidator(_host_port)]
+Url = Annotated[str, AfterValidator(_url)]
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Limits(Section):
+    """What one client may ask of a listener."""
+
+    header_timeout_s: Seconds = 10.0  # whole head received
+    body_timeout_s: Seconds = 60.0  # whole body received
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 64 * 1024 * 1024
+    max_header_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024
+    write_timeout_s: Seconds = 30.0  # a client that takes nothing for this long is dropped
+    keepalive_timeout_s: Seconds = 75.0  # idle between requests
+    max_connections: Count = 10_000
+
+
+class Upstream(Section):
+    """Towards servers and peers."""
+
+    connect_timeout_s: Seconds = 2.0
+    first_byte_timeout_s: Seconds = 600.0
+    stall_timeout_s: Seconds = 120.0  # between two chunks of an answer
+    total_timeout_s: Seconds = 3600.0
+    idle_timeout_s: Seconds = 4.0  # below the five seconds after which common servers close idle connections
+    max_connections: Count = 4096  # to one address
+    max_in_flight: Count = 1024  # requests on one instance
+    half_close: bool = False  # a client that closed its sending side still wants the answer
+
+
+class Retry(Section):
+    """How often one request may be sent to servers, over all tiers together."""
+
+    attempts: Annotated[int, Field(ge=1, le=10)] = 2
+    budget_ratio: Fraction = 0.2  # retries as a share of recent requests, on top of a few a second
+
+
+class Health(Section):
+    """When an endpoint is left alone for its answers."""
+
+    eject_after: Count = 5  # failures in a row
+    cooldown_s: Seconds = 2.0  # until the first trial; doubles with each that fails
+
+
+class Drain(Section):
+    """Leaving."""
+
+    grace_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 30.0  # for requests under way
+
+
+class PolicySection(Section):
+    """How a stage chooses."""
+
+    name: str = "predicted_completion"
+    price_weight_s_per_usd: Annotated[float, Field(ge=0.0)] = 1e4
+
+
+class Affinity(Section):
+    """Sessions that return to where they were served."""
+
+    timeout_s: Seconds = 600.0
+    max_sessions: Count = 100_000  # kept in this process
+
+
+class Etcd(Section):
+    """Membership."""
+
+    urls: tuple[Url, ...] = ()
+    ttl_s: Annotated[float, Field(ge=1.0, le=600.0)] = 5.0
+    prefix: str = "/headwater"
+    user: str = ""
+    password: Annotated[str, Field(repr=False)] = ""
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+
+
+class Redis(Section):
+    """Session affinity shared by balancers."""
+
+    url: str = ""
+    budget_ms: Annotated[float, Field(gt=0.0, le=1000.0)] = 10.0
+
+
+class Tracing(Section):
+    """Where spans go, and how many."""
+
+    otlp_endpoint: str = ""  # http://host:4318 (HTTP) or grpc://host:4317
+    sample_ratio: Fraction = 0.01  # of requests without a sampled parent; errors are always kept
+    recent: Annotated[int, Field(ge=0, le=100_000)] = 2000  # requests kept here for `headwater trace`
+
+
+class Auth(Section):
+    """Between tiers."""
+
+    route_keys: Annotated[tuple[str, ...], Field(repr=False)] = ()  # sign the route header; the first signs, all verify
+
+
+class Network(Section):
+    """The network between tiers."""
+
+    emulated_rtt_s: Mapping[Name, Annotated[float, Field(ge=0.0, le=10.0)]] = {}  # region -> seconds, for demos
+    probe_interval_s: Seconds = 2.0  # round trips to other regions are measured this often
+
+
+class Reports(Section):
+    """Load reports between tiers (gRPC)."""
+
+    listen: HostPort = "127.0.0.1:0"
+    interval_s: Annotated[float, Field(ge=0.02, le=60.0)] = 0.2
+
+
+class Log(Section):
+    """Logs go to standard output, one line an event."""
+
+    format: Literal["auto", "json", "pretty"] = "auto"  # auto: pretty on a terminal, else JSON
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    access: bool = True  # one line a request
+
+
+class TierConfig(Section):
+    """All settings of one tier process."""
+
+    listen: HostPort = "0.0.0.0:8080"
+    admin: HostPort = "127.0.0.1:9080"
+    advertise: str = ""  # host under which peers reach this process; default: the host of `listen`
+    id: Name | None = None  # default: node, host name and port; must differ between balancers
+    log: Log = Log()
+    limits: Limits = Limits()
+    upstream: Upstream = Upstream()
+    retry: Retry = Retry()
+    health: Health = Health()
+    drain: Drain = Drain()
+    policy: PolicySection = PolicySection()
+    affinity: Affinity = Affinity()
+    etcd: Etcd = Etcd()
+    redis: Redis = Redis()
+    tracing: Tracing = Tracing()
+    auth: Auth = Auth()
+    network: Network = Network()
+    reports: Reports = Reports()
+
+
+C = TypeVar("C", bound=BaseModel)
+
+
+def load(model: type[C], file: str | FilePath | None = None, overrides: Mapping[str, Any] | None = None) -> C:
+    """Read a configuration: defaults, then the file, then the environment, then `overrides` (command-line flags).
+
+    Raises ConfigError naming the file, line and key at fault.
+    """
+    values: dict[str, Any] = {}
+    lines: dict[Key, int] = {}
+    given: dict[Key, str] = {}  # what was given elsewhere than in the file, and where
+    name = str(file) if file else "configuration"
+    if file:
+        values = _read(FilePath(file), lines)
+    _merge_environment(values, os.environ, model, given)
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            values[key] = value
+            given[key,] = "command line"
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, name, lines, given)) from None
+
+
+def _read(file: FilePath, lines: dict[Key, int]) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        values = _plain(root, (), lines, file) if root is not None else {}
+    except yaml.MarkedYAMLError as error:
+        at = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{file}{at}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}:1: expected keys and values, as in `listen: 127.0.0.1:8080`")
+    return values
+
+
+def _plain(node: yaml.Node, at: Key, lines: dict[Key, int], file: FilePath) -> Any:
+    """A YAML node as plain data, noting the line of everything."""
+    lines[at] = node.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            if key in result:
+                raise ConfigError(f"{file}:{key_node.start_mark.line + 1}: the key '{key}' is given twice")
+            result[key] = _plain(value_node, (*at, key), lines, file)
+            lines[*at, key] = key_node.start_mark.line + 1
+        return result
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item, (*at, i), lines, file) for i, item in enumerate(node.value)]
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_object(node)
+    except (ValueError, LookupError, AttributeError) as error:  # a date that does not exist, a number that is none
+        raise ConfigError(f"{file}:{node.start_mark.line + 1}: not valid YAML: {error}") from None
+
+
+def _merge_environment(
+    values: dict[str, Any], environ: Mapping[str, str], model: type[BaseModel], given: dict[Key, str]
+) -> None:
+    for name, text in sorted(environ.items()):
+        if not name.startswith(ENV_PREFIX) or name in RESERVED_ENVIRONMENT:
+            continue
+        *sections, key = name.removeprefix(ENV_PREFIX).lower().split("__")
+        target = values
+        given[*sections, key] = f"environment variable {name}"
+        for section in sections:
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                raise ConfigError(f"environment variable {name}: '{section}' is not a section")
+        try:
+            target[key] = text if _is_text(model, (*sections, key)) else yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError):
+            # Not the error's own words, which quote the text: it may be a key.
+            raise ConfigError(f"environment variable {name}: not valid YAML") from None
+
+
+def _is_text(model: type[BaseModel], path: tuple[str, ...]) -> bool:
+    """Whether the key takes text, which stands in the environment as it is: `no`, `007` and `a #b` are no YAML then."""
+    kind: Any = model
+    for part in path:
+        field = getattr(kind, "model_fields", {}).get(part)
+        if field is None:
+            return False
+        kind = field.annotation
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return any((get_args(k)[0] if get_origin(k) is Annotated else k) is str for k in kinds)
+
+
+RESERVED_ENVIRONMENT = frozenset({"HEADWATER_ADMIN_URL"})  # read by the command line's clients, not by a tier
+
+
+def _explain(error: ValidationError, name: str, lines: Mapping[Key, int], given: Mapping[Key, str]) -> str:
+    first = error.errors()[0]
+    location = tuple(part for part in first["loc"] if not str(part).startswith("function-"))
+    key = ".".join(str(part) for part in location) or "(whole file)"
+    above = [location[:n] for n in range(len(location), 0, -1)]
+    line = next((lines[at] for at in above if at in lines), None)
+    where = next((given[at] for at in above if at in given), f"{name}:{line}" if line else name)
+    if first["type"] == "extra_forbidden":
+        return f"{where}: unknown key '{key}'"
+    message = first["msg"].removeprefix("Value error, ")
+    value = first.get("input")
+    secret = "key" in key or "password" in key
+    shown = f" (got {value!r})" if isinstance(value, str | int | float | bool) and not secret else ""
+    return f"{where}: {key}: {message[0].lower()}{message[1:]}{shown}"

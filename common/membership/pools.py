@@ -1,0 +1,100 @@
+"""How records add up to the tree of pools: regions, their clusters, their instances. Pure.
+
+A region or cluster exists as soon as it has a balancer or an instance. It serves what anything below it serves, and
+drains when all below it does. What did not change keeps its object, so whoever watches can compare by identity.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from common.membership.records import Place
+from common.types import Endpoint, Path, Peer, Phase, Pool
+
+Member = Peer | Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """All pools by parent, () being the pool of regions, and the balancers of each node in id order.
+
+    A parent that is not in `pools` has nothing below it (any more); () always is.
+    """
+
+    pools: Mapping[Path, Pool] = field(default_factory=lambda: {(): Pool(())})
+    balancers: Mapping[Path, tuple[Peer, ...]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Node:
+    peers: list[Peer] = field(default_factory=list)
+    instances: list[Endpoint] = field(default_factory=list)  # of a cluster, or of all clusters of a region
+    children: set[Path] = field(default_factory=set)
+
+
+def grow(members: Iterable[tuple[Place, Member]], revision: int, stale: Callable[[Path], bool], previous: Tree) -> Tree:
+    """The tree of these members. Returns `previous` itself when nothing but the revision is new. Costs O(members)."""
+    nodes: dict[Path, _Node] = {(): _Node()}
+    for place, member in members:
+        node = _reach(nodes, place.path)
+        if isinstance(member, Peer):
+            node.peers.append(member)
+        else:
+            node.instances.append(member)
+            nodes[place.path[:1]].instances.append(member)
+    for node in nodes.values():
+        node.peers.sort(key=_id)
+        node.instances.sort(key=_id)
+
+    pools: dict[Path, Pool] = {}
+    for path, node in nodes.items():
+        if len(path) == 2:
+            pools[path] = Pool(path, tuple(node.instances), revision, stale(path))
+        else:
+            known = {e.id: e for e in previous.pools.get(path, Pool(path)).endpoints}
+            children = (_kept(known.get(child[-1]), _above(child[-1], nodes[child])) for child in sorted(node.children))
+            pools[path] = Pool(path, tuple(children), revision, stale(path))
+    pools = {path: _same(previous.pools.get(path), pool) for path, pool in pools.items()}
+    balancers = {path: tuple(node.peers) for path, node in nodes.items() if node.peers}
+    unchanged = pools.keys() == previous.pools.keys() and all(pools[p] is previous.pools[p] for p in pools)
+    return previous if unchanged and balancers == previous.balancers else Tree(pools, balancers)
+
+
+def _reach(nodes: dict[Path, _Node], path: Path) -> _Node:
+    """The node at `path`, made with all those above it where it is new."""
+    node = nodes.get(path)
+    if node is None:
+        node = nodes[path] = _Node()
+        _reach(nodes, path[:-1]).children.add(path)
+    return node
+
+
+def _above(id_: str, node: _Node) -> Endpoint:
+    """A region or cluster as an endpoint."""
+    below = node.instances
+    # One instance that takes any model makes the whole take any.
+    models = frozenset[str]().union(*(e.models for e in below)) if all(e.models for e in below) else frozenset[str]()
+    phases = {e.phase for e in below} or {p.phase for p in node.peers}
+    return Endpoint(
+        id=id_,
+        balancers=tuple(node.peers),
+        models=models,
+        price_usd_per_hour=sum(e.price_usd_per_hour for e in below) / len(below) if below else 0.0,
+        phase=Phase.DRAINING if phases == {Phase.DRAINING} else Phase.SERVING,
+        fleet=tuple(sorted(Counter(e.gpu for e in below).items())),
+    )
+
+
+def _kept(old: Endpoint | None, new: Endpoint) -> Endpoint:
+    return old if old == new and old is not None else new
+
+
+def _same(old: Pool | None, new: Pool) -> Pool:
+    """The old pool if the new one differs in its revision alone."""
+    return old if old is not None and (old.endpoints, old.stale) == (new.endpoints, new.stale) else new
+
+
+def _id(member: Member) -> str:
+    return member.id

@@ -1,0 +1,98 @@
+"""Heads of requests and responses: what is dropped, what is passed on, how they are written.
+
+Header names are lower-case bytes throughout, values are passed on as they came. Exactly one framing header leaves here.
+Source: RFC 9110 section 7.6.1 (hop-by-hop fields), RFC 9112 section 6.3 (message body length).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from http import HTTPStatus
+
+Headers = list[tuple[bytes, bytes]]
+
+INTERNAL_PREFIX = b"x-headwater-"
+"""Headers with this prefix are ours: taken from peers that signed, stripped from everybody else."""
+
+HOP_BY_HOP = frozenset(
+    (
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"http2-settings",
+        b"expect",
+    )
+)
+# Rewritten by us for the next hop.
+OURS = HOP_BY_HOP | {b"content-length", b"host", b"traceparent", b"tracestate"}
+
+REASONS = {s.value: s.phrase.encode() for s in HTTPStatus}
+
+
+def find(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
+    """The first value of a header, or None."""
+    for key, value in headers:
+        if key == name:
+            return value
+    return None
+
+
+def named_in_connection(headers: Headers) -> frozenset[bytes]:
+    """Headers that `Connection` declares to be for this hop alone."""
+    named: set[bytes] = set()
+    for key, value in headers:
+        if key == b"connection":
+            named.update(token.strip().lower() for token in value.split(b","))
+    return frozenset(named - {b"close", b"keep-alive", b""})
+
+
+def internal(name: bytes) -> bool:
+    """Whether a header is one of ours, also when spelt with underscores as CGI-like servers fold them."""
+    return name.replace(b"_", b"-").startswith(INTERNAL_PREFIX)
+
+
+def passed_on(headers: Headers) -> bytes:
+    """The client's headers as they go to the next hop, without what is ours or this hop's alone."""
+    drop = named_in_connection(headers) if find(headers, b"connection") else frozenset()
+    return b"".join(
+        b"%b: %b\r\n" % (key, value)
+        for key, value in headers
+        if key not in OURS and key not in drop and not internal(key)
+    )
+
+
+def request_head(method: bytes, target: bytes, host: bytes, kept: bytes, added: bytes, length: int | None) -> bytes:
+    """A request head for the next hop; `length` None: no body and no framing header."""
+    framing = b"" if length is None else b"content-length: %d\r\n" % length
+    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b%b\r\n" % (method, target, host, kept, added, framing)
+
+
+def response_head(
+    status: int, headers: Sequence[tuple[bytes, bytes]], *, added: bytes = b"", framing: bytes, close: bool
+) -> bytes:
+    """A response head for the client; `framing` is a content-length or transfer-encoding line, or empty."""
+    drop = named_in_connection(list(headers)) if find(headers, b"connection") else frozenset()
+    kept = b"".join(
+        b"%b: %b\r\n" % (key, value)
+        for key, value in headers
+        if key not in HOP_BY_HOP and key != b"content-length" and key not in drop and not internal(key)
+    )
+    return b"HTTP/1.1 %d %b\r\n%b%b%b%b\r\n" % (
+        status,
+        REASONS.get(status, b"-"),
+        kept,
+        added,
+        framing,
+        b"connection: close\r\n" if close else b"",
+    )
+
+
+def has_body(method: bytes, status: int) -> bool:
+    """Whether a response to `method` with `status` carries a body (RFC 9112 section 6.3)."""
+    return method != b"HEAD" and status >= 200 and status not in (204, 304)

@@ -1,0 +1,211 @@
+"""What the outside is told of requests: metrics, the access log, recent requests, and spans for a collector.
+
+Everything is derived from a `RequestRecord` when its request ends, off the path of its bytes; a label is never a
+client's text unless somebody serves a model of that name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from common.records import Ending, RequestRecord
+from common.types import Tier
+
+TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
+TOTAL_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+MODEL_LABELS = 200  # distinct model labels; further ones are counted as "other"
+LOG_FLUSH_S = 0.2  # access-log lines are written together this often
+LOG_PENDING = 10_000  # lines kept while the log cannot be written; older ones are dropped and counted
+
+
+class AccessLog:
+    """One JSON line a request, written in batches by the event loop's timer."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lines: list[bytes] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self.dropped = 0
+
+    def write(self, record: RequestRecord) -> None:
+        """Queue the line of a finished request."""
+        if len(self._lines) >= LOG_PENDING:
+            self.dropped += 1
+            return
+        self._lines.append(msgspec.json.encode(access_line(record)))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOG_FLUSH_S, self.flush)
+
+    def flush(self) -> None:
+        """Write what is queued."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        lines, self._lines = self._lines, []
+        if not lines:
+            return
+        try:
+            os.write(self._fd, b"\n".join(lines) + b"\n")
+        except OSError:
+            self.dropped += len(lines)  # a full or closed log must not end requests; the counter tells
+
+
+def access_line(r: RequestRecord) -> dict[str, Any]:
+    """A finished request as the access log has it; seconds rounded to microseconds."""
+    return {
+        "event": "request",
+        "time": r.started_wall_ns // 1000 / 1e6,
+        "trace_id": r.id,
+        "process": r.process,
+        "method": r.method,
+        "path": r.path,
+        "model": r.model[:200],
+        "stream": r.stream,
+        "status": r.status,
+        "ending": r.ending.value,
+        "error": r.error or None,
+        "served_by": r.served_by or None,
+        "from_peer": r.from_peer,
+        "attempts": len(r.attempts),
+        "input_tokens": r.input_tokens,
+        "output_tokens": r.output_tokens,
+        "ttft_s": None if r.ttft_s is None else round(r.ttft_s, 6),
+        "total_s": round(r.total_s, 6),
+    }
+
+
+class Telemetry:
+    """Takes finished requests in, and offers what they add up to."""
+
+    def __init__(
+        self,
+        *,
+        recent: int,
+        known_model: Callable[[str], bool],
+        access_log: bool = True,
+        export: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.log = AccessLog(sys.stdout.fileno()) if access_log else None
+        self._known_model = known_model
+        self._export = export
+        self._max_recent = recent
+        self._recent: deque[RequestRecord] = deque()  # oldest first
+        self._by_trace: dict[str, deque[RequestRecord]] = {}
+        self._models: set[str] = set()
+        self._make_metrics()
+
+    def _make_metrics(self) -> None:
+        r = self.registry
+        self.in_flight = Gauge("headwater_in_flight_requests", "Requests under way in this process", registry=r)
+        self._requests = Counter(
+            "headwater_requests", "Finished requests", ["operation", "model", "status", "ending"], registry=r
+        )
+        self._ttft = Histogram(
+            "headwater_time_to_first_token_seconds",
+            "From the request's last byte to the first of a streamed answer",
+            ["model"],
+            buckets=TTFT_BUCKETS,
+            registry=r,
+        )
+        self._tpot = Histogram(
+            "headwater_time_per_output_token_seconds",
+            "Of streamed answers, after the first token",
+            ["model"],
+            buckets=TPOT_BUCKETS,
+            registry=r,
+        )
+        self._total = Histogram(
+            "headwater_request_duration_seconds",
+            "From the request's last byte to the answer's last byte",
+            ["model"],
+            buckets=TOTAL_BUCKETS,
+            registry=r,
+        )
+        self._attempts = Counter("headwater_attempts", "Tries at a peer or an instance", ["to", "error"], registry=r)
+        self._takeovers = Counter(
+            "headwater_takeovers", "Stages run here because their own tier was gone", ["stage"], registry=r
+        )
+        self._children: dict[tuple[object, ...], Any] = {}
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def began(self, record: RequestRecord) -> None:
+        """A request was understood and is on its way."""
+        self.in_flight.inc()
+        record.counted = True
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request ended, in whatever way."""
+        if record.counted:
+            self.in_flight.dec()
+        model = self._model_label(record.model)
+        status = str(record.status or 499)  # 499, as nginx has it: the client left before an answer began
+        self._child(self._requests, record.operation, model, status, record.ending.value).inc()
+        if record.ending is Ending.COMPLETE and record.status < 400:
+            self._child(self._total, model).observe(record.total_s)
+            if record.stream and record.ttft_s is not None:
+                self._child(self._ttft, model).observe(record.ttft_s)
+            if record.tpot_s is not None:
+                self._child(self._tpot, model).observe(record.tpot_s)
+        for attempt in record.attempts:
+            self._child(self._attempts, "peer" if attempt.peer else "instance", attempt.error).inc()
+        for stage in record.stages:
+            if stage.takeover:
+                self._child(self._takeovers, Tier.of(stage.path).value).inc()
+        self._keep(record)
+        if self.log is not None:
+            self.log.write(record)
+        if self._export is not None and (record.sampled or record.ending is not Ending.COMPLETE):
+            self._export(record)
+
+    def _child(self, metric: Any, *labels: str) -> Any:
+        key = (metric, labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = metric.labels(*labels)
+        return child
+
+    def _model_label(self, model: str) -> str:
+        if model in self._models:
+            return model
+        if not model or not self._known_model(model) or len(self._models) >= MODEL_LABELS:
+            return "other"
+        self._models.add(model)
+        return model
+
+    # -- what is remembered ------------------------------------------------------------------------------------------
+
+    def _keep(self, record: RequestRecord) -> None:
+        if not self._max_recent:
+            return
+        self._recent.append(record)
+        self._by_trace.setdefault(record.id, deque()).append(record)
+        if len(self._recent) > self._max_recent:
+            oldest = self._recent.popleft().id
+            self._by_trace[oldest].popleft()
+            if not self._by_trace[oldest]:
+                del self._by_trace[oldest]
+
+    def find(self, trace_id: str) -> list[RequestRecord]:
+        """Recent requests of one trace, oldest first (a client may send several in one trace)."""
+        return list(self._by_trace.get(trace_id, ()))
+
+    def recent(self, limit: int) -> list[RequestRecord]:
+        """The latest finished requests, newest first."""
+        return list(islice(reversed(self._recent), limit))
+
+    def close(self) -> None:
+        """Write what is still queued."""
+        if self.log is not None:
+            self.log.flush()

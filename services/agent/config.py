@@ -1,0 +1,94 @@
+"""Settings of one agent process: where it registers, and the servers beside it."""
+
+from __future__ import annotations
+
+import socket
+from typing import Annotated, Final, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from common.config import NAME, Etcd, HostPort, Log, Name, Section, Url
+from services.agent.engines import ADAPTERS, adapter_for
+
+WILDCARDS: Final = frozenset({"0.0.0.0", "::", "[::]", ""})
+LOOPBACKS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def _host_name() -> str:
+    return socket.gethostname().split(".")[0][:64] or "agent"
+
+
+class InstanceConfig(Section):
+    """One server. Only `url` is needed: the rest is found out, or stays unknown."""
+
+    url: Url
+    id: Name | None = None  # default: the URL's host and port, with the agent's id for a loopback host
+    models: tuple[str, ...] = ()  # what it serves; empty: as it says itself
+    engine: str = ""  # which adapter to use; empty: found out by asking
+    gpu: str = ""  # class of accelerator (h100, l4, cpu, …); empty: of its devices, as NVML names them
+    devices: tuple[int | str, ...] = ()  # its GPUs by NVML index or UUID; empty: all, if it is the only instance here
+    weight: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
+    price_usd_per_hour: Annotated[float, Field(ge=0.0, le=100_000.0)] = 0.0
+    version: str = ""  # of what it serves; another one starts the learned speed over
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Self:
+        if "@" in self.url:
+            raise ValueError("a URL with credentials is not supported: everybody who reads etcd would have them")
+        if self.engine and adapter_for(self.engine) is None:
+            known = ", ".join(sorted({a.engine for a in ADAPTERS} | {"sim"}))
+            raise ValueError(f"engine '{self.engine}' is not known; there are {known}")
+        return self
+
+    @property
+    def host(self) -> str:
+        """Host part of its URL."""
+        return urlsplit(self.url).hostname or ""
+
+
+class AgentConfig(Section):
+    """All settings of one agent process."""
+
+    region: Name
+    cluster: Name
+    id: Name = Field(default_factory=_host_name)
+    listen: HostPort = "127.0.0.1:0"  # load reports (gRPC)
+    advertise: str = ""  # host under which balancers reach this process; default: the host of `listen`
+    log: Log = Log()
+    etcd: Etcd = Etcd(urls=("http://127.0.0.1:2379",))
+    instances: tuple[InstanceConfig, ...] = ()
+    scrape_interval_s: Annotated[float, Field(ge=0.2, le=60.0)] = 1.0
+    scrape_timeout_s: Annotated[float, Field(ge=0.05, le=60.0)] = 2.0
+    fail_after: Annotated[int, Field(ge=1, le=100)] = 3  # looks in a row that found nobody listening
+    hang_after_s: Annotated[float, Field(ge=1.0, le=3600.0)] = 30.0  # connections are taken, and nothing answers
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.advertise and self.listen.rpartition(":")[0] in WILDCARDS:
+            raise ValueError("advertise is needed when listening on all addresses: a host that balancers can reach")
+        ids = [self.instance_id(i) for i in self.instances]
+        for id_, instance in zip(ids, self.instances, strict=True):
+            if not NAME.fullmatch(id_):
+                raise ValueError(f"{instance.url} needs an id: '{id_}' cannot be one")
+        twice = sorted({i for i in ids if ids.count(i) > 1})
+        if twice:
+            raise ValueError(f"two instances are called {twice[0]}")
+        return self
+
+    @property
+    def advertised_host(self) -> str:
+        """The host that balancers are told, an IPv6 address in its brackets."""
+        return self.advertise or self.listen.rpartition(":")[0]
+
+    def instance_id(self, instance: InstanceConfig) -> str:
+        """An instance's name within its cluster. Loopback URLs are alike on every host, so they are told apart."""
+        return instance.id or default_id(instance.url, self.id)
+
+
+def default_id(url: str, agent: str) -> str:
+    """`10.0.0.5-8000`, or `gpu7-8000` for a loopback URL on the host called gpu7."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    host = parts.hostname or ""
+    return f"{agent if host in LOOPBACKS else host.replace(':', '.')}-{port}"

@@ -1,0 +1,88 @@
+"""Bounded GETs: one HTTP client for all servers; whatever one answers, or fails to, costs little and raises nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Final, Self
+
+import httpx
+
+from services.agent.engines.base import Answer, Ask
+
+MAX_BODY_BYTES: Final = 4 * 1024 * 1024  # a vLLM page is 0.1 MB, with many LoRA adapters 1 MB
+KEEPALIVE_S: Final = 2.0  # an idle connection is not used again after this: servers close theirs after 5 s
+
+
+class Scraper:
+    """The HTTP client that all looks share."""
+
+    def __init__(self, timeout_s: float, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        """`timeout_s`: for one answer, from the connection to its last byte."""
+        self.timeout_s = timeout_s
+        self.max_body_bytes = max_body_bytes
+        self._client = httpx.AsyncClient(
+            # No common limit, or servers that hang would take the connections of those that do not; each is asked for
+            # three things at most at a time.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S),
+            timeout=timeout_s,
+            headers={"accept-encoding": "identity", "user-agent": "headwater-agent"},
+            follow_redirects=False,
+            trust_env=False,  # a proxy of the environment is for the world outside, not for the server next door
+        )
+
+    def of(self, url: str) -> Ask:
+        """What asks the server at this base URL."""
+
+        async def ask(path: str) -> Answer:
+            return await self._get(url + path)
+
+        return ask
+
+    async def _get(self, url: str) -> Answer:
+        try:
+            async with asyncio.timeout(self.timeout_s), self._client.stream("GET", url) as response:
+                return await self._read(response)
+        except TimeoutError:
+            return Answer(0, problem="timed out")
+        except httpx.TimeoutException:
+            return Answer(0, problem="timed out")
+        except httpx.ConnectError as error:
+            return Answer(0, problem=f"no connection ({str(error)[:80]})", refused=True)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            return Answer(0, problem=f"broken answer ({type(error).__name__})")
+
+    async def _read(self, response: httpx.Response) -> Answer:
+        # Compressed although we asked not to be: a small body may unpack to any size.
+        if response.headers.get("content-encoding", "identity") != "identity":
+            return Answer(response.status_code, problem="compressed")
+        body = bytearray()
+        async for chunk in response.aiter_raw():
+            body += chunk
+            if len(body) > self.max_body_bytes:
+                return Answer(response.status_code, problem=f"larger than {self.max_body_bytes} bytes")
+        return Answer(response.status_code, bytes(body))
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        await self._client.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def remembered(ask: Ask) -> Ask:
+    """Asks for each path once: adapters that all try to recognise one server share what it answered."""
+    answers: dict[str, Answer] = {}
+
+    async def again(path: str) -> Answer:
+        if path not in answers:
+            answers[path] = await ask(path)
+        return answers[path]
+
+    return again

@@ -1,0 +1,235 @@
+"""Looks at inference servers and says which exist, in which phase, and how loaded: the scraping half of the agent.
+
+It knows neither etcd nor gRPC, so that `headwater up` can have it in its own process. Per server one task looks every
+interval; what a server is asked is its adapter's business (`engines/`), what its answers amount to is decided here:
+
+- nobody listens, several times in a row: it is gone; one look that finds it brings it back
+- it takes connections and answers nothing for long: gone as well; shorter silences are how a busy server behaves
+- it says it is not ready: its phase, at once, both ways
+- another process answers (start time, or counters that went back): another `boot`, so that nobody trusts what was
+  learned of the old one
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from random import Random
+from typing import Final
+
+import structlog
+
+from common import clock
+from common.policy.prediction import class_speed
+from common.types import Endpoint, LoadReport, Phase
+from services.agent.accelerators import Accelerators, Unsampled
+from services.agent.boot import Boot
+from services.agent.config import InstanceConfig
+from services.agent.engines import Adapter, EngineState, Scraper, Unreachable, adapter_for, detect
+
+log = structlog.get_logger()
+
+OnEndpoint = Callable[[Endpoint], None]
+OnGone = Callable[[str], None]
+OnReport = Callable[[LoadReport], None]
+
+JITTER: Final = 0.1  # of the interval, so that looks at many servers do not fall together
+
+
+class InstanceMonitor:
+    """Watches the given servers. Call-backs are made on the event loop, and are to return quickly.
+
+    `on_endpoint` when a server is there, and again whenever what it is changes; `on_gone(id)` when it is not any more;
+    `on_report` after each look at one that is there.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_endpoint: OnEndpoint,
+        on_gone: OnGone,
+        rng: Random,
+        on_report: OnReport | None = None,
+        accelerators: Accelerators | None = None,
+        agent: str = "",
+        interval_s: float = 1.0,
+        timeout_s: float = 2.0,
+        fail_after: int = 3,
+        hang_after_s: float = 30.0,
+    ) -> None:
+        """`agent`: where load reports come from, for `Endpoint.agent`. The other settings are `AgentConfig`'s."""
+        self.on_endpoint = on_endpoint
+        self.on_gone = on_gone
+        self.on_report = on_report
+        self.rng = rng
+        self.accelerators: Accelerators = accelerators or Unsampled()
+        self.agent = agent
+        self.interval_s = interval_s
+        self.fail_after = fail_after
+        self.hang_after_s = hang_after_s
+        self.scraper = Scraper(timeout_s)
+        self._watches: dict[str, _Watch] = {}
+
+    def watch(self, instances: Mapping[str, InstanceConfig]) -> None:
+        """Watch exactly these (by id) from now on. One that is no longer among them is gone at once."""
+        for id_ in [i for i in self._watches if i not in instances]:
+            self._watches.pop(id_).leave()
+        for id_, config in instances.items():
+            watch = self._watches.get(id_)
+            if watch is None:
+                self._watches[id_] = _Watch(self, id_, config)
+            elif watch.config != config:
+                watch.reconfigure(config)
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """The servers that are there, in id order."""
+        return tuple(w.endpoint for _, w in sorted(self._watches.items()) if w.endpoint is not None)
+
+    def report(self, id_: str, now: float) -> LoadReport:
+        """The load of a watched server as of its last look; figures are None if that found nothing."""
+        return self._watches[id_].report(now)
+
+    async def close(self) -> None:
+        """Stop looking; nobody is told gone."""
+        watches, self._watches = list(self._watches.values()), {}
+        for watch in watches:
+            watch.task.cancel()
+        await asyncio.gather(*(w.task for w in watches), return_exceptions=True)
+        await self.scraper.close()
+
+
+class _Watch:
+    """One server under watch."""
+
+    def __init__(self, monitor: InstanceMonitor, id_: str, config: InstanceConfig) -> None:
+        self.monitor = monitor
+        self.id = id_
+        self.config = config
+        self.endpoint: Endpoint | None = None  # as last told; None while it is not there
+        self._adapter: Adapter | None = None
+        self._state = EngineState()  # of the last look; nothing known if that failed
+        self._known = EngineState()  # what does not change while a process lives, once it was seen
+        self._boot = Boot()
+        self._looked_at = self._answered_at = clock.now()
+        self._refused = 0
+        self._trouble: frozenset[str] = frozenset()
+        self.task = self._start()
+
+    def _start(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self._run(), name=f"watch {self.id}")
+
+    def reconfigure(self, config: InstanceConfig) -> None:
+        """Another URL, model list, …: takes effect with the next look, without a moment of absence."""
+        self.task.cancel()
+        self.config = config
+        self._adapter = None
+        self.task = self._start()
+
+    def leave(self) -> None:
+        """It is configured no more."""
+        self.task.cancel()
+        self._gone("removed from the configuration")
+
+    def report(self, now: float) -> LoadReport:
+        accelerator, state = self.monitor.accelerators.of(self.config, now), self._state
+        return LoadReport(
+            self.id,
+            max(0.0, now - self._looked_at),
+            running=state.running,
+            waiting=state.waiting,
+            kv_utilization=state.kv_utilization,
+            gpu_utilization=accelerator.utilization,
+            gpu_memory_free_bytes=accelerator.memory_free_bytes,
+            generated_tokens=state.generated_tokens,
+            phase=self.endpoint.phase if self.endpoint is not None else Phase.LOADING,
+        )
+
+    async def _run(self) -> None:
+        while True:
+            began = clock.now()
+            try:
+                self._take(await self._look(), began)
+            except Exception:  # an answer that nobody thought of must not end the watch over a good server
+                log.exception("look_failed", instance=self.id, url=self.config.url)
+            interval = self.monitor.interval_s * self.monitor.rng.uniform(1.0 - JITTER, 1.0 + JITTER)
+            await asyncio.sleep(max(began + interval - clock.now(), 0.05))
+
+    async def _look(self) -> EngineState | Unreachable:
+        ask = self.monitor.scraper.of(self.config.url)
+        if self._adapter is None:
+            found = adapter_for(self.config.engine) or await detect(ask)
+            if isinstance(found, Unreachable):
+                return found
+            self._adapter = found
+        return await self._adapter.look(ask)
+
+    def _take(self, seen: EngineState | Unreachable, began: float) -> None:
+        self._looked_at = began
+        if isinstance(seen, Unreachable):
+            self._missed(seen)
+        else:
+            self._found(seen)
+        if self.endpoint is not None and self.monitor.on_report is not None:
+            self.monitor.on_report(self.report(clock.now()))
+
+    def _missed(self, why: Unreachable) -> None:
+        self._state = EngineState()
+        self._refused = self._refused + 1 if why.refused else 0
+        self._tell_trouble(frozenset({f"server: {why.why}"}))
+        silent_s = clock.now() - self._answered_at
+        if self._refused >= self.monitor.fail_after or silent_s >= self.monitor.hang_after_s:
+            self._gone(why.why)
+
+    def _gone(self, why: str) -> None:
+        if self.endpoint is None:
+            return
+        log.warning("instance_gone", instance=self.id, url=self.config.url, why=why)
+        self.endpoint, self._adapter = None, None
+        self._boot.left()
+        self.monitor.on_gone(self.id)
+
+    def _found(self, state: EngineState) -> None:
+        self._refused, self._answered_at = 0, clock.now()
+        if self._boot.changed(state):
+            self._known = EngineState()
+            log.warning("instance_restarted", instance=self.id, url=self.config.url, boot=self._boot.mark)
+        self._state = state
+        self._known = replace(
+            self._known,
+            models=state.models if state.models is not None else self._known.models,
+            kv_tokens=state.kv_tokens if state.kv_tokens is not None else self._known.kv_tokens,
+        )
+        self._tell_trouble(state.problems)
+        endpoint = self._described(state.phase)
+        if endpoint != self.endpoint:
+            if self.endpoint is None or self.endpoint.phase is not endpoint.phase:
+                log.info("instance_found", instance=self.id, url=endpoint.url, phase=endpoint.phase.value)
+            self.endpoint = endpoint
+            self.monitor.on_endpoint(endpoint)
+
+    def _described(self, phase: Phase) -> Endpoint:
+        config, known, boot = self.config, self._known, self._boot.mark
+        gpu = self.monitor.accelerators.of(config, clock.now()).gpu
+        models = frozenset(config.models) or known.models
+        return Endpoint(
+            self.id,
+            url=config.url,
+            agent=self.monitor.agent,
+            models=models or frozenset(),
+            engine=config.engine or (self._adapter.engine if self._adapter is not None else ""),
+            gpu=gpu,
+            weight=config.weight,
+            price_usd_per_hour=config.price_usd_per_hour,
+            # A server that lists its models and has none can serve nothing; without a list it might serve anything.
+            phase=Phase.LOADING if models == frozenset() else phase,
+            boot=f"{config.version}/{boot}" if config.version else boot,
+            capacity=replace(class_speed(gpu), kv_tokens=known.kv_tokens) if known.kv_tokens else None,
+        )
+
+    def _tell_trouble(self, trouble: frozenset[str]) -> None:
+        """One line when a kind of trouble (what stands before the colon) comes or goes, not one a look."""
+        if {t.partition(":")[0] for t in trouble} != {t.partition(":")[0] for t in self._trouble}:
+            level = log.warning if trouble else log.info
+            level("instance_trouble", instance=self.id, url=self.config.url, trouble=sorted(trouble))
+        self._trouble = trouble

@@ -1,0 +1,1 @@
+"""`headwater bench`: replays traffic against a live URL, open loop, and says what its users would have felt."""

@@ -1,0 +1,152 @@
+"""The `headwater` command: one subcommand a process or a question.
+
+Heavy imports happen inside the subcommands, so that each starts with what it needs and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from common.errors import ConfigError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="A load balancer for AI inference in three tiers: region, cluster, instance.",
+)
+
+Config = Annotated[
+    Path | None, typer.Option("--config", help="YAML file; every key is also HEADWATER_… in the environment")
+]
+Listen = Annotated[str | None, typer.Option("--listen", metavar="HOST:PORT", help="data listener")]
+Admin = Annotated[str | None, typer.Option("--admin", metavar="HOST:PORT", help="admin listener")]
+ADMIN_URL = "http://127.0.0.1:9080"
+
+C = TypeVar("C")
+
+
+def fail(message: str) -> typer.Exit:
+    """Say what is wrong in one line and end with status 1."""
+    typer.echo(f"headwater: {message}", err=True)
+    return typer.Exit(1)
+
+
+def _serve(run: Callable[[C], Coroutine[Any, Any, None]], load: Callable[[], C]) -> None:
+    """Load a configuration and run a process on it until it is told to stop."""
+    import uvloop  # noqa: PLC0415
+
+    from common.logs import configure  # noqa: PLC0415
+
+    try:
+        config = load()
+        log = getattr(config, "log", None)
+        configure(*((log.format, log.level) if log is not None else ()))
+        uvloop.run(run(config))
+    except ConfigError as error:
+        raise fail(str(error)) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def up(
+    instance: Annotated[
+        list[str] | None, typer.Option("--instance", metavar="URL", help="a server; may be repeated")
+    ] = None,
+    config: Config = None,
+    listen: Listen = None,
+    admin: Admin = None,
+) -> None:
+    """All three stages in one process, in front of your own servers; nothing else is needed."""
+    from common.config import load  # noqa: PLC0415
+    from services.up.__main__ import run  # noqa: PLC0415
+    from services.up.config import UpConfig  # noqa: PLC0415
+
+    overrides: dict[str, Any] = {"listen": listen, "admin": admin}
+    if instance:
+        overrides["instances"] = [{"url": url} for url in instance]
+    _serve(run, lambda: load(UpConfig, config, overrides))
+
+
+@app.command("global")
+def global_(config: Config = None, listen: Listen = None, admin: Admin = None) -> None:
+    """A global balancer: picks a region."""
+    from common.config import load  # noqa: PLC0415
+    from services.global_lb.__main__ import run  # noqa: PLC0415
+    from services.global_lb.config import GlobalConfig  # noqa: PLC0415
+
+    _serve(run, lambda: load(GlobalConfig, config, {"listen": listen, "admin": admin}))
+
+
+@app.command()
+def region(config: Config = None, listen: Listen = None, admin: Admin = None) -> None:
+    """A balancer of one region: picks a cluster."""
+    from common.config import load  # noqa: PLC0415
+    from services.region_lb.__main__ import run  # noqa: PLC0415
+    from services.region_lb.config import RegionConfig  # noqa: PLC0415
+
+    _serve(run, lambda: load(RegionConfig, config, {"listen": listen, "admin": admin}))
+
+
+@app.command()
+def instance(config: Config = None, listen: Listen = None, admin: Admin = None) -> None:
+    """A balancer of one cluster: picks an inference server."""
+    from common.config import load  # noqa: PLC0415
+    from services.instance_lb.__main__ import run  # noqa: PLC0415
+    from services.instance_lb.config import InstanceConfig  # noqa: PLC0415
+
+    _serve(run, lambda: load(InstanceConfig, config, {"listen": listen, "admin": admin}))
+
+
+@app.command()
+def agent(config: Config = None) -> None:
+    """Beside inference servers: registers them, samples GPUs, reports load."""
+    from common.config import load  # noqa: PLC0415
+    from services.agent.__main__ import run  # noqa: PLC0415
+    from services.agent.config import AgentConfig  # noqa: PLC0415
+
+    _serve(run, lambda: load(AgentConfig, config))
+
+
+@app.command()
+def trace(
+    trace_id: Annotated[str, typer.Argument(metavar="ID", help="of a request: the x-headwater-decision header")],
+    admin: Annotated[str, typer.Option("--admin", metavar="URL", help="of any tier")] = ADMIN_URL,
+) -> None:
+    """Print one request's way through all tiers as a tree, from the tiers' own recent spans."""
+    import httpx  # noqa: PLC0415
+    import msgspec  # noqa: PLC0415
+
+    from common.spans import read_spans, render  # noqa: PLC0415
+
+    try:
+        reply = httpx.get(f"{admin.rstrip('/')}/admin/v1/traces/{trace_id}", params={"everywhere": True}, timeout=10)
+        reply.raise_for_status()
+        spans = read_spans(reply.content)
+    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError) as error:
+        raise fail(f"no trace from {admin}: {error}") from None
+    if not spans:
+        raise fail(f"no tier remembers the trace {trace_id}; tiers keep the last `tracing.recent` requests")
+    for line in render(spans):
+        typer.echo(line)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    from services.bench.__main__ import bench  # noqa: PLC0415
+    from services.demo.__main__ import demo  # noqa: PLC0415
+    from services.engine_sim.__main__ import command as engine  # noqa: PLC0415
+
+    app.command()(bench)
+    app.command()(demo)
+    app.command("engine")(engine)
+    app()
+
+
+if __name__ == "__main__":
+    main()

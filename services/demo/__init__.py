@@ -1,0 +1,1 @@
+"""Three regions on this machine, as separate processes, with traffic: `headwater demo`."""

@@ -1,0 +1,232 @@
+"""`headwater demo`: three regions on this machine, traffic, two failures under load, and what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import httpx
+import typer
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from common.errors import ConfigError
+from common.sim.traces import read_trace
+from common.sim.workload import Conversations, TraceRow, scaled, window
+from common.spans import read_spans, render
+from services.bench import report
+from services.bench.prompts import Template
+from services.bench.replay import Progress as Counts
+from services.bench.replay import Replay, Sample
+from services.demo.layout import KILLED_INSTANCE, KILLED_REGION, MODEL, REGIONS
+from services.demo.world import World, scratch
+
+REQUESTS = 300
+RATE = 12.0  # requests a second: all eighteen servers busy, two shared cores not full
+STREAM_SHARE = 0.8
+SPEED = 4.0  # of the simulated servers, so that three hundred conversations take half a minute
+KILL_AT, REVIVE_AT = 0.35, 0.65  # shares of the requests sent
+LONGEST_OUTPUT = 600  # tokens
+
+
+def demo(
+    trace: Annotated[
+        Path | None, typer.Option(help="CSV, CSV.gz or JSONL to replay; default: generated traffic.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=20, help="How many to send.")] = REQUESTS,
+    rate: Annotated[float, typer.Option(min=0.1, help="Requests a second.")] = RATE,
+    speed: Annotated[float, typer.Option(min=0.1, help="Of the simulated servers, times life.")] = SPEED,
+    listen: Annotated[int, typer.Option(help="Port of the global tier; 0: any free one.")] = 0,
+    admin: Annotated[int, typer.Option(help="Admin port of the global tier; 0: any free one.")] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave it running afterwards, until Ctrl-C.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the generated traffic.")] = 1,
+) -> None:
+    """Three regions, six clusters and eighteen simulated servers on this machine, with traffic and two failures."""
+    console = Console()
+    try:
+        rows = _traffic(trace, requests, rate, seed)
+        failed = uvloop.run(_run(console, rows, speed, listen, admin, keep))
+    except (ConfigError, ValueError, OSError) as error:
+        typer.echo(f"headwater: {error}", err=True)
+        raise typer.Exit(1) from None
+    raise typer.Exit(1 if failed else 0)
+
+
+def _traffic(trace: Path | None, requests: int, rate: float, seed: int) -> list[TraceRow]:
+    if trace is None:
+        rows = Conversations(Random(seed), rate=rate).rows(requests)
+    else:
+        rows = scaled(window(read_trace(trace), 0.0, requests), rate=rate)
+    short = [row for row in rows if row.input_tokens + row.output_tokens < 8000]
+    return [_capped(row) for row in short]
+
+
+def _capped(row: TraceRow) -> TraceRow:
+    if row.output_tokens <= LONGEST_OUTPUT:
+        return row
+    return replace(row, output_tokens=LONGEST_OUTPUT)
+
+
+async def _run(console: Console, rows: Sequence[TraceRow], speed: float, listen: int, admin: int, keep: bool) -> int:
+    """Play the demo; how many requests failed."""
+    interrupted = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted.set)
+    with scratch() as directory:
+        world = World(Path(directory), speed, listen, admin)
+        work = asyncio.ensure_future(_play(console, world, rows))
+        stop = asyncio.ensure_future(interrupted.wait())
+        try:
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                console.print("interrupted: taking everything down")
+                return 0
+            failed = work.result()
+            if keep and not failed:
+                _say_urls(console, world)
+                await stop
+            return failed
+        finally:
+            work.cancel()
+            stop.cancel()
+            with suppress(asyncio.CancelledError, ConfigError):
+                await asyncio.gather(work, return_exceptions=True)
+            await world.stop()
+
+
+async def _play(console: Console, world: World, rows: Sequence[TraceRow]) -> int:
+    with console.status("starting three regions, six clusters, eighteen servers …"):
+        await world.start()
+        await _models_visible(world)
+    console.print(f"[bold]Up:[/] {len(world.processes)} processes, {world.stores}; global tier at {world.global_.url}")
+    samples, events = await _traffic_with_faults(console, world, rows)
+    for line in events:
+        console.print(line)
+    await _tables(console, world, samples)
+    return sum(1 for s in samples if not s.ok)
+
+
+async def _models_visible(world: World) -> None:
+    """Wait until the global tier knows all servers, so that the first requests have the whole choice."""
+    async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+        for _ in range(200):
+            pools = (await client.get(f"{world.global_.admin_url}/admin/v1/pools")).json()["pools"]
+            seen = sum(len(p["endpoints"]) for path, p in pools.items() if path.count("/") == 1)
+            if seen == len(world.instances):
+                return
+            await asyncio.sleep(0.1)
+    raise ConfigError(f"the global tier sees {seen} of {len(world.instances)} servers after 20 s")
+
+
+async def _traffic_with_faults(
+    console: Console, world: World, rows: Sequence[TraceRow]
+) -> tuple[list[Sample], list[str]]:
+    replay = Replay(Template(model=MODEL, sim=True), stream_share=STREAM_SHARE)
+    region, instance = f"region-{KILLED_REGION}", KILLED_INSTANCE[2]
+    events: list[str] = []
+    reviving: list[asyncio.Task[None]] = []
+    done: set[str] = set()
+
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    ) as bar:
+        task = bar.add_task("replaying", total=len(rows))
+
+        def on_progress(counts: Counts) -> None:
+            if counts.sent >= KILL_AT * len(rows) and "killed" not in done:
+                done.add("killed")
+                world.kill(region)
+                world.kill(instance)
+                events.append(
+                    f"[red]killed[/] the balancer of {KILLED_REGION} and the server {instance}"
+                    f" with {counts.in_flight} requests in flight"
+                )
+            if counts.sent >= REVIVE_AT * len(rows) and "revived" not in done:
+                done.add("revived")
+                reviving.extend(asyncio.ensure_future(world.revive(name)) for name in (region, instance))
+                events.append(f"[green]brought back[/] both after {counts.sent} requests")
+            bar.update(task, completed=counts.ended, description="replaying" if len(done) != 1 else "two are dead")
+
+        samples = await replay.run(rows, world.global_.url, on_progress=on_progress, timeout_s=120.0)
+    await asyncio.gather(*reviving)
+    return samples, events
+
+
+# -- what became of it -------------------------------------------------------------------------------------------------
+
+
+async def _tables(console: Console, world: World, samples: list[Sample]) -> None:
+    bad = [s for s in samples if not s.ok]
+    console.print(
+        f"[bold]{len(samples)} requests, {len(bad)} failed[/]"
+        + (f": {Counter(s.error for s in bad).most_common(3)}" if bad else "")
+    )
+    for by in ("region", "cluster", "instance"):
+        console.print(_share_table(by, samples))
+    console.print(await _takeovers(world))
+    await _one_trace(console, world, samples)
+
+
+def _share_table(by: str, samples: Sequence[Sample]) -> Table:
+    table = Table(title=f"By {by}", title_justify="left")
+    for name in (by, "requests", "share", "TTFT p50", "TTFT p99", "ms/token p50", "ms/token p99"):
+        table.add_column(name, justify="left" if name == by else "right")
+    for name, summary in sorted(report.grouped(samples, by).items()):
+        table.add_row(
+            name,
+            str(summary.requests),
+            f"{summary.requests / len(samples):.0%}",
+            *(_ms(x) for x in (summary.ttft_s.p50, summary.ttft_s.p99, summary.tpot_s.p50, summary.tpot_s.p99)),
+        )
+    return table
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1000:.0f} ms"
+
+
+async def _takeovers(world: World) -> Table:
+    """Stages that a tier ran for another one, from the tiers' own counters."""
+    table = Table(title="Takeovers (stages run for a tier that was gone)", title_justify="left")
+    for name in ("process", "stage", "requests"):
+        table.add_column(name, justify="right" if name == "requests" else "left")
+    admins = {"global-1": world.global_, **{f"region-{n}": p for n, p in world.regions.items()}}
+    async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+        for name, ports in admins.items():
+            text = (await client.get(f"{ports.admin_url}/metrics")).text
+            for line in text.splitlines():
+                if line.startswith("headwater_takeovers_total{"):
+                    stage = line.split('stage="', 1)[1].split('"', 1)[0]
+                    table.add_row(name, stage, f"{float(line.rsplit(' ', 1)[1]):.0f}")
+    return table
+
+
+async def _one_trace(console: Console, world: World, samples: Sequence[Sample]) -> None:
+    """The tree of one ordinary request that passed all three tiers."""
+    wanted = [s for s in samples if s.ok and s.stream and s.served_by.startswith(REGIONS[0].name)]
+    if not wanted:
+        return
+    decision = wanted[len(wanted) // 4].decision
+    console.print(f"\n[bold]One request[/] (headwater trace {decision} --admin {world.global_.admin_url})")
+    async with httpx.AsyncClient(timeout=10.0, trust_env=False) as client:
+        reply = await client.get(f"{world.global_.admin_url}/admin/v1/traces/{decision}", params={"everywhere": True})
+    for line in render(read_spans(reply.content)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _say_urls(console: Console, world: World) -> None:
+    console.print("\n[bold]Still running[/], until Ctrl-C:")
+    console.print(f"  global tier   {world.global_.url}/v1/chat/completions   admin {world.global_.admin_url}")
+    for name, ports in (*world.regions.items(), *world.clusters.items()):
+        console.print(f"  {name:<12}  {ports.url}   admin {ports.admin_url}")
+    console.print(f"  logs          {world.directory}")

@@ -1,0 +1,18 @@
+"""Settings of an instance tier: those that every tier has, its region and its cluster."""
+
+from __future__ import annotations
+
+from common.config import Name, TierConfig
+from common.types import Path
+
+
+class InstanceConfig(TierConfig):
+    """See `common.config.TierConfig`."""
+
+    region: Name
+    cluster: Name
+
+    @property
+    def node(self) -> Path:
+        """Its cluster."""
+        return (self.region, self.cluster)

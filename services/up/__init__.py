@@ -1,0 +1,1 @@
+"""All three tiers in one process: `headwater up`."""

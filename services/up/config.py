@@ -1,0 +1,31 @@
+"""Settings of `headwater up`: those of a tier, and the servers it stands in front of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from common.config import TierConfig
+from services.agent.config import InstanceConfig, default_id
+
+
+class UpConfig(TierConfig):
+    """See `common.config.TierConfig`."""
+
+    instances: tuple[InstanceConfig, ...] = ()
+    scrape_interval_s: Annotated[float, Field(ge=0.2, le=60.0)] = 1.0
+    scrape_timeout_s: Annotated[float, Field(ge=0.05, le=60.0)] = 2.0
+
+    @model_validator(mode="after")
+    def _instances(self) -> UpConfig:
+        if not self.instances:
+            raise ValueError("no instances: give --instance URL, or `instances:` in the configuration")
+        if len(self.by_id) < len(self.instances):
+            raise ValueError("instances: two of them have the same id or URL")
+        return self
+
+    @property
+    def by_id(self) -> dict[str, InstanceConfig]:
+        """The servers by their names in the cluster."""
+        return {i.id or default_id(i.url, "local"): i for i in self.instances}
