@@ -233,7 +233,8 @@ class OutputLength:
     @staticmethod
     def _keys(model: str, tenant: str, input_tokens: int) -> tuple[tuple[str, ...], ...]:
         bucket = str(int(log2(input_tokens + 1)))
-        return ((model, tenant, bucket), (model, "", bucket), (model,), ())
+        coarser: tuple[tuple[str, ...], ...] = ((model, "", bucket), (model,), ())
+        return ((model, tenant, bucket), *coarser) if tenant else coarser  # a key that stood twice would learn twice
 
     def expect(self, model: str, tenant: str, input_tokens: int, cap: int | None) -> float:
         """Expected output tokens, at least 1 and at most `cap` (the request's max_tokens)."""

@@ -118,7 +118,7 @@ class RedisAffinityStore:
         except StoreUnavailable:
             self._free.release()
             raise
-        run = _Command(command, deadline)
+        run = _Command(command, now())
         task = asyncio.create_task(self._run(run))
         self._commands.add(task)
         task.add_done_callback(self._ended)
@@ -128,8 +128,8 @@ class RedisAffinityStore:
                 break
             await asyncio.sleep(0)
         if not task.done():
-            run.given_up = True
-            self._failed("no reply within the budget")
+            # Time spent on waiting for a connection is not held against Redis: it too has the whole budget.
+            asyncio.get_running_loop().call_later(max(0.0, run.began + self._budget_s - now()), self._overdue, run)
             raise StoreUnavailable("redis: no reply within the budget")
         if run.error:
             raise StoreUnavailable(f"redis: {run.error}")
@@ -165,11 +165,18 @@ class RedisAffinityStore:
             run.error = _describe(error)
             if _refuses_writes(error) and run.command[0] == "SET":
                 self._become(_State.READ_ONLY, run.error)
-            elif not run.given_up:
+            elif not run.counted:
                 self._failed(run.error)
         else:
-            if now() <= run.deadline:
+            if not run.counted:
                 self._failures = 0
+        finally:
+            run.counted = True
+
+    def _overdue(self, run: _Command) -> None:
+        if not run.counted:
+            run.counted = True
+            self._failed("no reply within the budget")
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._commands.discard(task)
@@ -219,14 +226,14 @@ class RedisAffinityStore:
 class _Command:
     """One command under way."""
 
-    __slots__ = ("command", "deadline", "error", "given_up", "reply")
+    __slots__ = ("began", "command", "counted", "error", "reply")
 
-    def __init__(self, command: tuple[Any, ...], deadline: float) -> None:
+    def __init__(self, command: tuple[Any, ...], began: float) -> None:
         self.command = command
-        self.deadline = deadline
+        self.began = began  # when it got its connection
         self.reply: Any = None
         self.error = ""
-        self.given_up = False  # whoever asked has left, and the failure is counted
+        self.counted = False  # whether its outcome has been told to the breaker
 
 
 def _encode(placement: Placement) -> bytes:

@@ -26,8 +26,9 @@ from common.types import Slo
 from services.bench import report
 from services.bench.client import Target
 from services.bench.prompts import Template
-from services.bench.replay import Progress as Counts
-from services.bench.replay import Replay, Sample
+from services.bench.replay import Replay
+from services.bench.samples import Progress as Counts
+from services.bench.samples import Sample
 
 _DEFAULT_RATE = 10.0  # requests per second of generated traffic
 _DEFAULT_LIMIT = 300  # generated requests, which would otherwise have no end

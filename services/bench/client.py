@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import urlsplit
@@ -17,15 +16,12 @@ from urllib.parse import urlsplit
 import httptools
 
 from common import clock
-from services.bench.meters import BodyMeter, Meter, StreamMeter
+from services.bench.exchange import Exchange
+from services.bench.meters import BodyMeter
 
 # Servers close idle connections after as little as 5 s (uvicorn, Node.js). A connection idle for longer than this is
 # not used again, so that a request does not cross with its server's close and count as that server's failure.
 IDLE_REUSE_S = 4.0
-
-SERVED_BY = b"x-headwater-served-by"
-DECISION = b"x-headwater-decision"
-_SHOWN = (SERVED_BY, DECISION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,65 +51,6 @@ class Target:
     def authority(self) -> str:
         """host:port as the Host header has it."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-class Exchange:
-    """One request and what came back. `error` is "" if all is well, `end_s` is None while it is under way.
-
-    Errors: connect (no connection), reset (ended before a byte), broken (ended before its end), timeout (no answer in
-    time), stalled (began, then out of time), bad_response (not HTTP, or not what was asked for), stream_error … (told
-    in an event of the stream), "429 code" and so on for a status other than 200.
-    """
-
-    __slots__ = (
-        *("_on_end", "_timer", "body_bytes", "drop", "end_s", "error", "headers"),
-        *("meter", "payload", "sent_s", "status"),
-    )
-
-    def __init__(self, payload: bytes, timeout_s: float, on_end: Callable[[Exchange], None]) -> None:
-        self.payload = payload
-        self.sent_s = clock.now()
-        self.end_s: float | None = None
-        self.status = 0
-        self.headers: dict[bytes, str] = {}
-        self.meter: Meter | None = None
-        self.body_bytes = 0
-        self.error = ""
-        self.drop: Callable[[], object] = _nothing  # how to let go of the connection that carries it
-        self._on_end = on_end
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._expire)
-
-    def header(self, name: bytes, value: bytes) -> None:
-        """Take note of a header of the answer, if it is one that is measured by."""
-        name = name.lower()
-        if name in _SHOWN:
-            self.headers[name] = value.decode("latin-1")[:200]
-        elif name == b"content-type" and value.lower().startswith(b"text/event-stream"):
-            self.meter = StreamMeter()
-
-    def end(self, error: str) -> None:
-        """It is over, and `error` says how; what was told in the answer itself goes first. Later calls do nothing."""
-        if self.end_s is not None:
-            return
-        self.end_s = clock.now()
-        self._timer.cancel()
-        if self.meter is not None:
-            self.meter.close()
-        told = self.meter.error if self.meter is not None else ""
-        if not error and self.status != 200:
-            error = f"{self.status} {told}".strip()
-        elif not error and not told and (self.meter is None or not self.meter.done):
-            error = "broken" if isinstance(self.meter, StreamMeter) else "bad_response"
-        self.error = told if told and self.status == 200 else error
-        self._on_end(self)
-
-    def _expire(self) -> None:
-        self.end("timeout" if self.status == 0 else "stalled")
-        self.drop()
-
-
-def _nothing() -> None:
-    """Nothing carries it yet."""
 
 
 class Connection(asyncio.Protocol):
@@ -239,7 +176,7 @@ class Client:
             _, connection = await loop.create_connection(
                 lambda: Connection(self), self.target.host, self.target.port, ssl=self._tls
             )
-        except OSError:  # refused, unreachable, no such host, TLS not agreed
+        except (OSError, UnicodeError):  # refused, unreachable, TLS not agreed; no such host, or no host's name
             exchange.end("connect")
             return
         self._open.add(connection)

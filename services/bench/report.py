@@ -19,10 +19,11 @@ from typing import Any
 
 from rich import box
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Column, Table
 
 from common.types import Slo
-from services.bench.replay import Sample
+from services.bench.samples import Sample
 
 DEFAULT_SLO = Slo(ttft_s=2.0, tpot_s=0.1)
 GROUPINGS = ("region", "cluster", "instance", "target", "client")
@@ -135,7 +136,7 @@ def render(summary: Summary, slo: Slo = DEFAULT_SLO, groups: dict[str, Summary] 
     if groups:
         parts.append(_groups(groups, by))
     for kind, count in summary.errors.items():
-        parts.append(f"  {count:>6} x {kind}")
+        parts.append(f"  {count:>6} x {escape(kind)}")
     if summary.late_p99_s > 0.05:
         parts.append(f"note: requests left up to {_ms(summary.late_p99_s)} ms late (p99): this client was the limit")
     return Group(*parts)
@@ -167,7 +168,7 @@ def _groups(groups: dict[str, Summary], by: str) -> Table:
     for name, one in groups.items():
         counts = (one.requests, one.ok, one.rejected, one.failed, one.good)
         times = (one.ttft_s.p50, one.ttft_s.p95, one.tpot_s.p50, one.tpot_s.p95)
-        table.add_row(name, *(str(count) for count in counts), *(_ms(value) for value in times))
+        table.add_row(escape(name), *(str(count) for count in counts), *(_ms(value) for value in times))
     return table
 
 

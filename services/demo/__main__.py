@@ -7,7 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Annotated
@@ -33,9 +33,10 @@ from services.demo.world import World, scratch
 REQUESTS = 300
 RATE = 12.0  # requests a second: all eighteen servers busy, two shared cores not full
 STREAM_SHARE = 0.8
-SPEED = 4.0  # of the simulated servers, so that three hundred conversations take half a minute
+SPEED = 0.5  # of the simulated servers: at twelve requests a second they have something to share out
 KILL_AT, REVIVE_AT = 0.35, 0.65  # shares of the requests sent
-LONGEST_OUTPUT = 600  # tokens
+CUT_SEEN_S = 2.0  # a stream through a killed process ends within this, or it was not for the kill
+LONGEST_OUTPUT = 300  # tokens
 
 
 def demo(
@@ -108,12 +109,13 @@ async def _play(console: Console, world: World, rows: Sequence[TraceRow]) -> int
     with console.status("starting three regions, six clusters, eighteen servers …"):
         await world.start()
         await _models_visible(world)
-    console.print(f"[bold]Up:[/] {len(world.processes)} processes, {world.stores}; global tier at {world.global_.url}")
-    samples, events = await _traffic_with_faults(console, world, rows)
-    for line in events:
+    console.print(f"[bold]Up:[/] {len(world.processes)} processes, {world.stores}; clients call {world.global_.url}")
+    faults = Faults()
+    samples = await _traffic_with_faults(console, world, rows, faults)
+    for line in faults.events:
         console.print(line)
-    await _tables(console, world, samples)
-    return sum(1 for s in samples if not s.ok)
+    await _tables(console, world, samples, faults)
+    return sum(1 for s in samples if not s.ok and not faults.cut(s))
 
 
 async def _models_visible(world: World) -> None:
@@ -128,14 +130,28 @@ async def _models_visible(world: World) -> None:
     raise ConfigError(f"the global tier sees {seen} of {len(world.instances)} servers after 20 s")
 
 
+@dataclass(slots=True)
+class Faults:
+    """What was done to the processes, and when (seconds into the replay)."""
+
+    events: list[str] = field(default_factory=list)
+    killed_s: float | None = None
+    revived: bool = False
+
+    def cut(self, sample: Sample) -> bool:
+        """Whether this was a stream through a killed process at that moment: nobody can pass on what it had not sent."""
+        if self.killed_s is None or not sample.stream or sample.ok:
+            return False
+        began = sample.due_s + sample.late_s
+        return began <= self.killed_s <= began + sample.e2e_s <= self.killed_s + CUT_SEEN_S
+
+
 async def _traffic_with_faults(
-    console: Console, world: World, rows: Sequence[TraceRow]
-) -> tuple[list[Sample], list[str]]:
+    console: Console, world: World, rows: Sequence[TraceRow], faults: Faults
+) -> list[Sample]:
     replay = Replay(Template(model=MODEL, sim=True), stream_share=STREAM_SHARE)
     region, instance = f"region-{KILLED_REGION}", KILLED_INSTANCE[2]
-    events: list[str] = []
     reviving: list[asyncio.Task[None]] = []
-    done: set[str] = set()
 
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
@@ -143,34 +159,40 @@ async def _traffic_with_faults(
         task = bar.add_task("replaying", total=len(rows))
 
         def on_progress(counts: Counts) -> None:
-            if counts.sent >= KILL_AT * len(rows) and "killed" not in done:
-                done.add("killed")
+            if counts.sent >= KILL_AT * len(rows) and faults.killed_s is None:
+                faults.killed_s = counts.elapsed_s
                 world.kill(region)
                 world.kill(instance)
-                events.append(
+                faults.events.append(
                     f"[red]killed[/] the balancer of {KILLED_REGION} and the server {instance}"
                     f" with {counts.in_flight} requests in flight"
                 )
-            if counts.sent >= REVIVE_AT * len(rows) and "revived" not in done:
-                done.add("revived")
+            if counts.sent >= REVIVE_AT * len(rows) and not faults.revived:
+                faults.revived = True
                 reviving.extend(asyncio.ensure_future(world.revive(name)) for name in (region, instance))
-                events.append(f"[green]brought back[/] both after {counts.sent} requests")
-            bar.update(task, completed=counts.ended, description="replaying" if len(done) != 1 else "two are dead")
+                faults.events.append(f"[green]brought back[/] both after {counts.sent} requests")
+            down = faults.killed_s is not None and not faults.revived
+            bar.update(task, completed=counts.ended, description="two are dead" if down else "replaying")
 
-        samples = await replay.run(rows, world.global_.url, on_progress=on_progress, timeout_s=120.0)
+        urls = [ports.url for ports in world.globals.values()]  # clients use the global balancer of their region
+        samples = await replay.run(rows, urls, on_progress=on_progress, timeout_s=120.0)
     await asyncio.gather(*reviving)
-    return samples, events
+    return samples
 
 
 # -- what became of it -------------------------------------------------------------------------------------------------
 
 
-async def _tables(console: Console, world: World, samples: list[Sample]) -> None:
-    bad = [s for s in samples if not s.ok]
-    console.print(
-        f"[bold]{len(samples)} requests, {len(bad)} failed[/]"
-        + (f": {Counter(s.error for s in bad).most_common(3)}" if bad else "")
-    )
+async def _tables(console: Console, world: World, samples: list[Sample], faults: Faults) -> None:
+    cut = [s for s in samples if faults.cut(s)]
+    failed = [s for s in samples if not s.ok and not faults.cut(s)]
+    console.print(f"[bold]{len(samples)} requests, {len(failed)} failed[/]")
+    if failed:
+        console.print(f"  {Counter(s.error for s in failed).most_common(3)}")
+    if cut:
+        console.print(
+            f"  {len(cut)} streams ran through a killed process at that moment: they ended at once with an error event"
+        )
     for by in ("region", "cluster", "instance"):
         console.print(_share_table(by, samples))
     console.print(await _takeovers(world))
@@ -179,11 +201,11 @@ async def _tables(console: Console, world: World, samples: list[Sample]) -> None
 
 def _share_table(by: str, samples: Sequence[Sample]) -> Table:
     table = Table(title=f"By {by}", title_justify="left")
-    for name in (by, "requests", "share", "TTFT p50", "TTFT p99", "ms/token p50", "ms/token p99"):
-        table.add_column(name, justify="left" if name == by else "right")
+    for name in (by, "requests", "share", "TTFT p50", "p99", "ms/token p50", "p99"):
+        table.add_column(name, justify="left" if name == by else "right", no_wrap=True)
     for name, summary in sorted(report.grouped(samples, by).items()):
         table.add_row(
-            name,
+            name.rsplit("/", 1)[-1],
             str(summary.requests),
             f"{summary.requests / len(samples):.0%}",
             *(_ms(x) for x in (summary.ttft_s.p50, summary.ttft_s.p99, summary.tpot_s.p50, summary.tpot_s.p99)),
@@ -200,7 +222,8 @@ async def _takeovers(world: World) -> Table:
     table = Table(title="Takeovers (stages run for a tier that was gone)", title_justify="left")
     for name in ("process", "stage", "requests"):
         table.add_column(name, justify="right" if name == "requests" else "left")
-    admins = {"global-1": world.global_, **{f"region-{n}": p for n, p in world.regions.items()}}
+    tiers = (("global", world.globals), ("region", world.regions), ("instance", world.clusters))
+    admins = {f"{tier}-{name}": ports for tier, nodes in tiers for name, ports in nodes.items()}
     async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
         for name, ports in admins.items():
             text = (await client.get(f"{ports.admin_url}/metrics")).text
@@ -226,7 +249,7 @@ async def _one_trace(console: Console, world: World, samples: Sequence[Sample]) 
 
 def _say_urls(console: Console, world: World) -> None:
     console.print("\n[bold]Still running[/], until Ctrl-C:")
-    console.print(f"  global tier   {world.global_.url}/v1/chat/completions   admin {world.global_.admin_url}")
-    for name, ports in (*world.regions.items(), *world.clusters.items()):
-        console.print(f"  {name:<12}  {ports.url}   admin {ports.admin_url}")
-    console.print(f"  logs          {world.directory}")
+    for tier, nodes in (("global", world.globals), ("region", world.regions), ("cluster", world.clusters)):
+        for name, ports in nodes.items():
+            console.print(f"  {tier:<8} {name:<12}  {ports.url}   admin {ports.admin_url}")
+    console.print(f"  logs                   {world.directory}")

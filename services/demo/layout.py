@@ -1,7 +1,7 @@
 """What the demo consists of: three regions, six clusters, eighteen simulated servers on unlike GPUs.
 
-Prices are public on-demand prices of a GPU hour, rounded, with a factor a region; round trips are those between the
-public clouds' regions of these names, to one place.
+Prices are public on-demand prices of a GPU hour, rounded, with a factor a region; round trips are those between public
+clouds' regions of these names, rounded.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A region as seen from the global tier, which stands in the first one."""
+    """A region; its price of a GPU hour is the list price times `price_factor`."""
 
     name: str
-    rtt_s: float
     price_factor: float
     clusters: tuple[Cluster, ...]
 
@@ -33,23 +32,25 @@ class Region:
 REGIONS = (
     Region(
         "us-east",
-        0.004,
         1.0,
         (Cluster("us-east-a", ("h100", "h100", "a100")), Cluster("us-east-b", ("a100", "l4", "l4"))),
     ),
     Region(
         "eu-west",
-        0.080,
         1.3,
         (Cluster("eu-west-a", ("h100", "a100", "a100")), Cluster("eu-west-b", ("a100", "l4", "t4"))),
     ),
     Region(
         "ap-south",
-        0.150,
         0.7,
         (Cluster("ap-south-a", ("a100", "a100", "l4")), Cluster("ap-south-b", ("l4", "l4", "t4"))),
     ),
 )
+RTT_S = {
+    "us-east": {"us-east": 0.0, "eu-west": 0.080, "ap-south": 0.190},
+    "eu-west": {"us-east": 0.080, "eu-west": 0.0, "ap-south": 0.120},
+    "ap-south": {"us-east": 0.190, "eu-west": 0.120, "ap-south": 0.0},
+}
 KILLED_REGION = "eu-west"  # whose balancers are killed under load
 KILLED_INSTANCE = ("us-east", "us-east-a", "us-east-a-1-h100")
 

@@ -21,11 +21,22 @@ STARTED_S = 40.0  # a process must be ready within this; twenty of them start at
 TERM_S = 3.0  # between the polite signal and the other one
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+class Ports:
+    """Free ports below the range from which the system takes ports for outgoing connections."""
+
+    def __init__(self, first: int = 20_000, last: int = 31_999) -> None:
+        self._candidates = iter(range(first + os.getpid() % 4000, last))
+
+    def take(self) -> int:
+        """A port that nobody listens on, given once. Raises ConfigError when there is none left."""
+        for port in self._candidates:
+            with socket.socket() as s:
+                try:
+                    s.bind(("127.0.0.1", port))
+                except OSError:
+                    continue
+                return port
+        raise ConfigError("no free port on this machine")
 
 
 class Process:

@@ -19,15 +19,16 @@ from services.demo.layout import (
     MODEL,
     PRICE_USD_PER_HOUR,
     REGIONS,
+    RTT_S,
     Cluster,
     Region,
     instance_name,
 )
 from services.demo.processes import (
+    Ports,
     Process,
     engines,
     etcd_binary,
-    free_port,
     headwater,
     redis_binary,
     write_config,
@@ -35,7 +36,7 @@ from services.demo.processes import (
 
 
 @dataclass(frozen=True, slots=True)
-class Ports:
+class Addresses:
     """Where one tier process listens."""
 
     data: int
@@ -58,9 +59,13 @@ class World:
     def __init__(self, directory: Path, speed: float, listen: int, admin: int) -> None:
         self.directory = directory
         self.speed = speed
-        self.global_ = Ports(listen or free_port(), admin or free_port())
-        self.regions = {r.name: Ports(free_port(), free_port()) for r in REGIONS}
-        self.clusters = {c.name: Ports(free_port(), free_port()) for r in REGIONS for c in r.clusters}
+        self._ports = Ports()
+        free = self._ports.take
+        # One global balancer in each region, as clients have one near; the first one's ports can be chosen.
+        self.globals = {r.name: Addresses(free(), free()) for r in REGIONS}
+        self.global_ = self.globals[REGIONS[0].name] = Addresses(listen or free(), admin or free())
+        self.regions = {r.name: Addresses(free(), free()) for r in REGIONS}
+        self.clusters = {c.name: Addresses(free(), free()) for r in REGIONS for c in r.clusters}
         self.instances: dict[str, str] = {}  # instance -> URL
         self.processes: dict[str, Process] = {}
         self.embedded: EmbeddedNodes | None = None
@@ -82,7 +87,7 @@ class World:
         servers = self._engines()
         await self._launch([*stores, *servers])
         await asyncio.gather(*(p.ready() for p in stores))
-        nodes = [*self._agents(), *self._cluster_tiers(), *self._region_tiers(), self._global_tier()]
+        nodes = [*self._agents(), *self._cluster_tiers(), *self._region_tiers(), *self._global_tiers()]
         if self._etcd_url:
             await self._launch(nodes)
             await asyncio.gather(*(p.ready() for p in (*servers, *nodes)))
@@ -101,7 +106,7 @@ class World:
         binary = etcd_binary()
         if binary is None:
             return []
-        port, peer = free_port(), free_port()
+        port, peer = self._ports.take(), self._ports.take()
         self._etcd_url = f"http://127.0.0.1:{port}"
         argv = [binary, "--data-dir", str(self.directory / "etcd"), "--logger", "zap", "--log-level", "warn"]
         argv += ["--listen-client-urls", self._etcd_url, "--advertise-client-urls", self._etcd_url]
@@ -114,7 +119,7 @@ class World:
         binary = redis_binary()
         if binary is None:
             return []
-        port = free_port()
+        port = self._ports.take()
         self._redis_url = f"redis://127.0.0.1:{port}/0"
         argv = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         return [self._process("redis", [*argv, "--dir", str(self.directory)], "")]
@@ -123,15 +128,15 @@ class World:
         """The servers of a region share a process, but for the one that is to be killed."""
         processes = []
         for region in REGIONS:
-            arguments = ["--model", MODEL, "--speed", str(self.speed), "--grace", "1"]
-            url = ""
+            common = ["--model", MODEL, "--speed", str(self.speed), "--grace", "1"]
+            arguments, url = list(common), ""
             for cluster in region.clusters:
                 for index, gpu in enumerate(cluster.gpus):
-                    name, port = instance_name(cluster, index), free_port()
+                    name, port = instance_name(cluster, index), self._ports.take()
                     self.instances[name] = f"http://127.0.0.1:{port}"
                     engine = ["--engine", f"{gpu}:{port}:{name}"]
                     if (region.name, cluster.name, name) == KILLED_INSTANCE:
-                        argv = engines([*arguments, *engine])
+                        argv = engines([*common, *engine])
                         processes.append(self._process(name, argv, f"{self.instances[name]}/health"))
                     else:
                         arguments += engine
@@ -144,15 +149,14 @@ class World:
 
     # -- the tiers' configurations -----------------------------------------------------------------------------------
 
-    def _tier(self, command: str, name: str, ports: Ports, node: Mapping[str, object]) -> Process:
-        home = node.get("region", REGIONS[0].name)
+    def _tier(self, command: str, name: str, home: str, ports: Addresses, node: Mapping[str, object]) -> Process:
         values: dict[str, object] = {
             **node,
             "id": name,
             "listen": f"127.0.0.1:{ports.data}",
             "admin": f"127.0.0.1:{ports.admin}",
             "log": {"format": "json"},
-            "network": {"emulated_rtt_s": {r.name: rtt_s(home, r) for r in REGIONS if r.name != home}},
+            "network": {"emulated_rtt_s": {name: rtt for name, rtt in RTT_S[home].items() if name != home}},
             "drain": {"grace_s": 5},
             **self._stores(),
         }
@@ -167,15 +171,23 @@ class World:
             stores["redis"] = {"url": self._redis_url}
         return stores
 
-    def _global_tier(self) -> Process:
-        return self._tier("global", "global-1", self.global_, {})
+    def _global_tiers(self) -> list[Process]:
+        return [self._tier("global", f"global-{home}", home, ports, {}) for home, ports in self.globals.items()]
 
     def _region_tiers(self) -> list[Process]:
-        return [self._tier("region", f"region-{r.name}", self.regions[r.name], {"region": r.name}) for r in REGIONS]
+        return [
+            self._tier("region", f"region-{r.name}", r.name, self.regions[r.name], {"region": r.name}) for r in REGIONS
+        ]
 
     def _cluster_tiers(self) -> list[Process]:
         return [
-            self._tier("instance", f"instance-{c.name}", self.clusters[c.name], {"region": r.name, "cluster": c.name})
+            self._tier(
+                "instance",
+                f"instance-{c.name}",
+                r.name,
+                self.clusters[c.name],
+                {"region": r.name, "cluster": c.name},
+            )
             for r in REGIONS
             for c in r.clusters
         ]
@@ -232,14 +244,6 @@ class World:
         stores = [p for name, p in self.processes.items() if name in ("etcd", "redis")]
         await asyncio.gather(*(p.stop() for p in self.processes.values() if p not in stores))
         await asyncio.gather(*(p.stop() for p in stores))
-
-
-def rtt_s(home: object, region: Region) -> float:
-    """Round trip from a region to another one: the way over the first region, or what the layout says from there."""
-    if home == REGIONS[0].name:
-        return region.rtt_s
-    own = next(r.rtt_s for r in REGIONS if r.name == home)
-    return own if region.name == REGIONS[0].name else round(0.75 * (own + region.rtt_s), 3)
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:

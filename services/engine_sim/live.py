@@ -22,7 +22,9 @@ from services.engine_sim.config import EngineConfig
 from services.engine_sim.faults import NONE, Faults, RequestFaults
 from services.engine_sim.http import Connection
 from services.engine_sim.metrics import Metrics
-from services.engine_sim.replies import DEAD, Generation, Record, Reply, StreamReply, WholeReply
+from services.engine_sim.replies import DEAD, Generation, Record, Reply
+from services.engine_sim.stream import StreamReply
+from services.engine_sim.whole import WholeReply
 
 FLUSH_S = 0.01  # what is left to bytes already written before a connection or the process is broken on purpose
 _ID_PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-", "embedding": "embd-"}

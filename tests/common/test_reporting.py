@@ -8,7 +8,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -23,6 +24,10 @@ from common.proto import load_pb2, load_pb2_grpc
 from common.reporting import ReportClient, ReportServer, Tls, from_wire, to_wire
 from common.reporting import client as client_module
 from common.types import LoadReport, Phase, ServerLoad, Speed
+from tests import servers
+from tests.servers import Relay
+
+eventually = partial(servers.eventually, timeout_s=5.0, step_s=0.005)
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +57,6 @@ class Listener:
         return [r for _, r in self.reports if r.endpoint == endpoint]
 
 
-async def eventually(condition: Callable[[], object], within_s: float = 5.0) -> float:
-    """Wait for it; returns how long that took."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < within_s, "did not happen in time"
-        await asyncio.sleep(0.005)
-    return time.monotonic() - began
-
-
 @pytest.fixture
 async def server() -> AsyncIterator[ReportServer]:
     server = ReportServer()
@@ -81,7 +77,7 @@ positive = st.floats(1e-9, 1e9, allow_nan=False)
 fraction = st.floats(0.0, 1.0)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 speeds = st.builds(Speed, amount, amount, amount, positive, positive, positive, positive, positive)
-servers = st.builds(
+server_loads = st.builds(
     ServerLoad,
     speeds,
     names,
@@ -95,7 +91,7 @@ reports = st.builds(
     LoadReport,
     names,
     amount,
-    st.lists(servers, max_size=4).map(tuple),
+    st.lists(server_loads, max_size=4).map(tuple),
     st.none() | amount,
     st.none() | amount,
     st.none() | fraction,
@@ -224,7 +220,7 @@ async def test_only_what_was_asked_for_and_asking_again(server: ReportServer, he
 async def test_a_server_with_nothing_to_offer_is_alive(server: ReportServer, heard: Listener) -> None:
     client = heard.client()
     client.follow(f"127.0.0.1:{server.port}")
-    await asyncio.sleep(1.6)
+    await asyncio.sleep(1.3)
     assert [c for _, c in heard.states] == [True]
     assert heard.reports == []
     server.offer("late", lambda now: LoadReport("late"))
@@ -262,54 +258,38 @@ async def test_nobody_there_is_said_once(heard: Listener) -> None:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: refuses
         client = heard.client()
         client.follow(f"127.0.0.1:{taken.getsockname()[1]}")
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.6)
         assert [c for _, c in heard.states] == [False]
         await client.close()
 
 
-class Relay:
-    """A TCP relay that can stop passing bytes on without closing anything."""
-
-    def __init__(self, port: int) -> None:
-        self.target = port
-        self.open = asyncio.Event()
-        self.open.set()
-        self.port = 0
-
-    async def start(self) -> asyncio.Server:
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = server.sockets[0].getsockname()[1]
-        return server
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self.target)
-        await asyncio.gather(self._pump(reader, upstream_writer), self._pump(upstream_reader, writer))
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while data := await reader.read(65536):
-                await self.open.wait()
-                writer.write(data)
-                await writer.drain()
-        except OSError:
-            pass
-        finally:
-            writer.close()
-
-
 async def test_a_peer_that_falls_silent_is_lost_within_two_seconds(server: ReportServer, heard: Listener) -> None:
     server.offer("a", lambda now: LoadReport("a"))
-    relay = Relay(server.port)
-    listening = await relay.start()
-    client = heard.client()
-    client.follow(f"127.0.0.1:{relay.port}")
-    await eventually(lambda: heard.reports)
-    relay.open.clear()
-    assert 0.8 < await eventually(lambda: heard.states[-1][1] is False) < 2.0
-    relay.open.set()
-    assert await eventually(lambda: heard.states[-1][1]) < 4.0
-    await client.close()
-    listening.close()
+    async with Relay(server.port) as relay:
+        client = heard.client()
+        client.follow(f"127.0.0.1:{relay.port}")
+        await eventually(lambda: heard.reports)
+        relay.stall()
+        assert 0.8 < await eventually(lambda: heard.states[-1][1] is False) < 2.0
+        relay.resume()
+        assert await eventually(lambda: heard.states[-1][1]) < 4.0
+        await client.close()
+
+
+async def test_a_far_peer_reports_as_often_and_its_distance_is_seen(server: ReportServer, heard: Listener) -> None:
+    quote = ServerLoad(Speed(0.01, 1e-4, 1e-6, 1e4), "h100", 3, 10.0, models=frozenset({"a-model-of-some-name"}))
+    server.offer("a", lambda now: LoadReport("a", servers=(quote,) * 16))
+    async with Relay(server.port) as relay:
+        relay.delay_s = relay.request_delay_s = 0.15
+        client = heard.client()
+        client.follow(f"127.0.0.1:{relay.port}")
+        await eventually(lambda: heard.round_trips)
+        assert 0.3 <= heard.round_trips[0][1] < 0.4
+        heard.reports.clear()
+        await asyncio.sleep(1.1)
+        assert len(heard.reports) >= 4  # flow control costs a large quote no round trip
+        assert heard.states == [(f"127.0.0.1:{relay.port}", True)]
+        await client.close()
 
 
 async def test_our_own_stall_is_not_the_peers_silence(server: ReportServer, heard: Listener) -> None:
@@ -317,8 +297,8 @@ async def test_our_own_stall_is_not_the_peers_silence(server: ReportServer, hear
     client = heard.client()
     client.follow(f"127.0.0.1:{server.port}")
     await eventually(lambda: heard.reports)
-    time.sleep(1.6)  # the whole process stands still
-    await asyncio.sleep(0.8)
+    time.sleep(1.3)  # the whole process stands still
+    await asyncio.sleep(0.4)
     assert [c for _, c in heard.states] == [True]
     await client.close()
 
@@ -337,7 +317,7 @@ async def test_a_slow_subscriber_gets_the_newest_and_nothing_piles_up() -> None:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=client_module._OPTIONS) as channel:
         call = load_pb2_grpc.LoadReportingStub(channel).Watch(load_pb2.WatchRequest())
         await call.read()
-        await asyncio.sleep(3.0)  # 600 intervals without reading
+        await asyncio.sleep(1.5)  # 300 intervals without reading
         newest = made[0]
         assert newest < 40
         behind = 0
@@ -358,22 +338,20 @@ async def test_a_slow_subscriber_gets_the_newest_and_nothing_piles_up() -> None:
 
 async def test_a_report_that_was_held_up_says_so(server: ReportServer, heard: Listener) -> None:
     server.offer("a", lambda now: LoadReport("a"))
-    relay = Relay(server.port)
-    listening = await relay.start()
-    client = heard.client()
-    client.follow(f"127.0.0.1:{relay.port}")
-    await eventually(lambda: len(heard.reports) > 2)
-    assert heard.reports[-1][1].age_s < 0.1
-    heard.reports.clear()
-    relay.open.clear()
-    await asyncio.sleep(0.8)
-    relay.open.set()
-    await eventually(lambda: len(heard.reports) > 5)
-    ages = [r.age_s for r in heard.of("a")]
-    assert max(ages) > 0.4
-    assert ages[-1] < 0.1
-    await client.close()
-    listening.close()
+    async with Relay(server.port) as relay:
+        client = heard.client()
+        client.follow(f"127.0.0.1:{relay.port}")
+        await eventually(lambda: len(heard.reports) > 2)
+        assert heard.reports[-1][1].age_s < 0.1
+        heard.reports.clear()
+        relay.stall()
+        await asyncio.sleep(0.8)
+        relay.resume()
+        await eventually(lambda: len(heard.reports) > 5)
+        ages = [r.age_s for r in heard.of("a")]
+        assert max(ages) > 0.4
+        assert ages[-1] < 0.1
+        await client.close()
 
 
 async def test_the_age_of_a_report_is_of_the_moment_it_leaves(server: ReportServer, heard: Listener) -> None:
@@ -425,7 +403,7 @@ async def test_a_failing_consumer_keeps_its_stream(server: ReportServer) -> None
         raise KeyError(report.endpoint)
 
     server.offer("a", lambda now: LoadReport("a"))
-    client = ReportClient("tester", Random(1), on_report=on_report)
+    client = ReportClient("tester", Random(1), on_report=on_report, interval_s=0.05)
     client.follow(f"127.0.0.1:{server.port}")
     await eventually(lambda: len(seen) > 2)
     await client.close()

@@ -20,7 +20,7 @@ async def test_a_simulated_server_through_its_life() -> None:
     endpoints: list[Endpoint] = []
     reports: list[LoadReport] = []
     gone: list[str] = []
-    server = EngineServer(EngineConfig(profile="t4", model="small", port=0, load_time_s=0.5))
+    server = EngineServer(EngineConfig(profile="t4", model="small", port=0, load_time_s=0.3, speed=2.0))
     await server.start()
     monitor = InstanceMonitor(
         on_endpoint=endpoints.append, on_gone=gone.append, on_report=reports.append, rng=Random(1), interval_s=0.05

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from pathlib import Path as FilePath
 from random import Random
 
 import pytest
 
 from common.errors import StoreUnavailable
+from common.membership import Membership
 from common.reporting import ReportClient
-from common.types import Endpoint, LoadReport, Path, Phase
+from common.store.memory import MemoryMembershipStore
+from common.types import Endpoint, LoadReport, Path, Phase, Pool
 from services.agent.agent import Agent
 from services.agent.config import AgentConfig, InstanceConfig
+from tests import servers as waiting
 from tests.services.agent.fake_server import FakeServer, Reply, vllm
 from tests.services.agent.nvml_stub import build, compiler, loaded
+
+eventually = partial(waiting.eventually, timeout_s=4.0, step_s=0.005)
 
 
 class Book:
@@ -51,14 +57,6 @@ class Book:
 
     def of(self, id_: str) -> Endpoint | None:
         return self.entries.get(("eu", "c1", id_))
-
-
-async def eventually(condition: Callable[[], object], within_s: float = 4.0) -> float:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < within_s, "did not happen in time"
-        await asyncio.sleep(0.005)
-    return time.monotonic() - began
 
 
 @pytest.fixture
@@ -147,6 +145,27 @@ async def test_instances_follow_the_configuration(book: Book, servers: list[Fake
     await eventually(lambda: book.of("i1") is None)
     assert book.of("i0") is not None
     await agent.close()
+
+
+async def test_through_membership_to_whoever_watches(servers: list[FakeServer]) -> None:
+    store = MemoryMembershipStore()
+    pools: list[Mapping[Path, Pool]] = []
+    watching = Membership(store, on_change=pools.append)
+    watch = asyncio.create_task(watching.run())
+    agent = Agent(config(servers), Membership(store), Random(1))
+    await agent.start()
+
+    def there() -> list[Endpoint]:
+        return list(watching.pool(("eu", "c1")).endpoints)
+
+    await eventually(lambda: [e.id for e in there()] == ["i0", "i1"])
+    assert there()[0].capacity is not None
+    assert there()[0].boot == "1790000000.50"
+    await servers[0].stop()
+    await eventually(lambda: [e.id for e in there()] == ["i1"])
+    await agent.close()
+    await eventually(lambda: there() == [])
+    watch.cancel()
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs a C compiler")

@@ -71,7 +71,7 @@ Behave = Callable[[Asked], Awaitable[None]]
 
 @dataclass
 class Server:
-    """Answers every request with `behave`, or with whatever `script` has for the next ones."""
+    """Answers every request with `behave` and remembers what was asked."""
 
     behave: Behave
     url: str = ""
@@ -192,10 +192,12 @@ async def test_measures_a_stream(serve: Serve) -> None:
     server = await serve(streams)
     (sample,) = await Replay().run(rows(1, client="a", session="s"), server.url)
     assert (sample.ok, sample.done, sample.status, sample.output_tokens) == (True, True, 200, 3)
-    assert sample.ttft_s == pytest.approx(0.03, abs=0.015)  # the comment and the empty role event are no token
-    assert sample.tpot_s == pytest.approx(0.02, abs=0.01)
-    assert sample.max_gap_s == pytest.approx(0.02, abs=0.015)
-    assert sample.e2e_s == pytest.approx(0.07, abs=0.03)
+    # Lower bounds are the server's sleeps; upper ones are each other, for the machine may be busy.
+    assert sample.ttft_s is not None
+    assert sample.tpot_s is not None
+    assert sample.ttft_s > 0.029  # the comment and the empty role event are no token
+    assert 0.019 < sample.tpot_s <= sample.max_gap_s + 0.001
+    assert sample.ttft_s + 2 * sample.tpot_s <= sample.e2e_s < 1.0
     assert sample.body_bytes > 200
     assert (sample.client, sample.session, sample.input_tokens) == ("a", "s", 40)
     assert (sample.served_by, sample.decision) == ("eu/c1/i1", "d-1")
@@ -258,16 +260,16 @@ async def test_is_open_loop(serve: Serve) -> None:
     seen: list[int] = []
     samples = await Replay().run(rows(20, 0.01), server.url, on_progress=lambda at: seen.append(at.in_flight))
     assert max(seen) > 3  # 70 ms each, one every 10 ms
-    assert [sample.index for sample in samples] == list(range(20))
+    samples.sort(key=lambda sample: sample.index)
     assert [sample.due_s for sample in samples] == pytest.approx([0.01 * index for index in range(20)])
-    assert max(sample.late_s for sample in samples) < 0.05
+    assert all(-0.002 < sample.late_s < 0.5 for sample in samples)
 
 
 async def test_speedup_and_keep_alive(serve: Serve) -> None:
     server = await serve(at_once)
-    samples = await Replay().run(rows(20, 0.1), server.url, speedup=10.0)
+    samples = await Replay().run(rows(20, 0.1), server.url, speedup=10.0, max_in_flight=1)
     assert samples[-1].due_s == pytest.approx(0.19)
-    assert server.connections < 5
+    assert server.connections == 1
 
 
 async def test_the_bound_holds_and_lateness_tells(serve: Serve) -> None:
@@ -321,7 +323,7 @@ async def test_what_is_sent(serve: Serve) -> None:
     first, second, third = server.asked
     assert first.head.startswith("POST /v1/chat/completions HTTP/1.1\r\n")
     assert "authorization: Bearer sk-1\r\n" in first.head
-    assert "x-session-id: 3-s%201%0D%0Ax%3A%20y\r\n" in first.head.replace("x:", "x%3A")
+    assert "x-session-id: 3-s%201%0D%0Ax:%20y\r\n" in first.head
     assert first.body["stream"] is True
     assert (first.body["model"], first.body["max_tokens"], first.body["sim_output_tokens"]) == ("m", 1024, 30)
     assert len(first.body["messages"][0]["content"]) == 400
