@@ -128,8 +128,12 @@ class RedisAffinityStore:
                 break
             await asyncio.sleep(0)
         if not task.done():
-            # Time spent on waiting for a connection is not held against Redis: it too has the whole budget.
-            asyncio.get_running_loop().call_later(max(0.0, run.began + self._budget_s - now()), self._overdue, run)
+            # The wait for a connection is not held against Redis: it too has the whole budget, or most of it.
+            left_s = run.began + self._budget_s - now()
+            if left_s < 0.1 * self._budget_s:
+                self._overdue(run)
+            else:
+                asyncio.get_running_loop().call_later(left_s, self._overdue, run)
             raise StoreUnavailable("redis: no reply within the budget")
         if run.error:
             raise StoreUnavailable(f"redis: {run.error}")

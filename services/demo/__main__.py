@@ -139,7 +139,7 @@ class Faults:
     revived: bool = False
 
     def cut(self, sample: Sample) -> bool:
-        """Whether this was a stream through a killed process at that moment: nobody can pass on what it had not sent."""
+        """Whether this was a stream through a killed process at that moment, which nobody can complete."""
         if self.killed_s is None or not sample.stream or sample.ok:
             return False
         began = sample.due_s + sample.late_s

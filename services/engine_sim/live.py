@@ -172,14 +172,18 @@ class LiveEngine:
     def _happened(self, event: Event) -> None:
         generation = event.sequence.owner
         assert isinstance(generation, Generation)
+        # A reply may have been dropped between the event and now.
+        listening = generation.reply in self.in_flight
         took_s = (event.at_s - event.sequence.arrived_s) / self._clock.rate
         if event.kind is EventKind.FIRST:
             self.metrics.ttft.observe(took_s)
-            generation.reply.started(generation)
+            if listening:
+                generation.reply.started(generation)
         else:
             self.metrics.e2e.observe(took_s)
             self.metrics.finished[generation.part.finish_reason] += 1
-            generation.reply.finished(generation)
+            if listening:
+                generation.reply.finished(generation)
 
     def _observe_steps(self, now: float) -> None:
         """Book the gaps between tokens since the last tick, all alike: in one batch every gap is one step."""
