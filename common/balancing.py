@@ -193,6 +193,11 @@ class Balancing:
                         found |= candidate.endpoint.models
         return frozenset(found)
 
+    @property
+    def empty(self) -> bool:
+        """Whether no instance has ever been seen, so that nothing can be said of any model."""
+        return not self._models and not self.any_model()
+
     def known(self, model: str) -> bool:
         """Whether somebody serves this model, or did of late."""
         now, seen = clock.now(), self._models.get(model)

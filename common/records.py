@@ -79,6 +79,7 @@ class RequestRecord:
     predicted_output_tokens: float | None = None
     stages: list[StageRecord] = field(default_factory=list)
     attempts: list[AttemptRecord] = field(default_factory=list)
+    executions: int = 0  # servers that were sent it so far, by this tier and all others
     served_by: str = ""  # region/cluster/instance
     first_byte_at: float | None = None
     ended_at: float = 0.0

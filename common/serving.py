@@ -62,7 +62,6 @@ class _Carried:
     record: RequestRecord
     context: tracecontext.TraceContext
     headers: bytes  # the client's, as they go on
-    attempts: int  # servers that have tried it, here and above
     visited: tuple[str, ...]
     exclude: set[Path]
     peers_lost: int = 0
@@ -148,7 +147,8 @@ class Serving:
         if told is not None and len(told.visited) >= MAX_HOPS:
             raise NoEndpoints("the request has passed too many tiers")
         record.from_peer = told is not None
-        request = told.request if told is not None else await self._understand(exchange, api, context)
+        record.executions = told.attempts if told is not None else 0
+        request = told.request if told is not None else await self._understand(exchange, api, record, context)
         record.model, record.stream, record.tenant = request.model, request.stream, request.tenant
         record.input_tokens, record.has_session = request.input_tokens, bool(request.session)
         record.predicted_output_tokens = request.output_tokens
@@ -160,16 +160,17 @@ class Serving:
             record,
             context,
             heads.passed_on(exchange.headers),
-            told.attempts if told is not None else 0,
             (*(told.visited if told is not None else ()), self.process_id),
             set(),
         )
 
     async def _understand(
-        self, exchange: Exchange, api: apis.Api, context: tracecontext.TraceContext
+        self, exchange: Exchange, api: apis.Api, record: RequestRecord, context: tracecontext.TraceContext
     ) -> InferenceRequest:
         fields = apis.read_body(exchange.body)
-        model = apis.model_of(fields)
+        model = record.model = apis.model_of(fields)
+        if self.balancing.empty:
+            raise NoEndpoints("no instance is registered yet", retry_after_s=1.0)
         if not self.balancing.known(model) and not self.balancing.any_model():
             raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
         text, cap = fields.text, apis.token_cap(fields)
@@ -240,7 +241,7 @@ class Serving:
         if route.peer:
             self.balancing.peer_sent(route.peer.id)
         else:
-            c.attempts += 1
+            c.record.executions += 1
         try:
             answer = await self.relay.forward(route.url, self._sending(c, route, attempt))
             outcome, retry_after_s = self._judged(c, route, answer)
@@ -249,7 +250,7 @@ class Serving:
             attempt.error = error.code
             unreachable = isinstance(error, ConnectFailed)
             if unreachable and not route.peer:
-                c.attempts -= 1  # it never saw the request
+                c.record.executions -= 1  # it never saw the request
             outcome = Outcome.IGNORED if route.peer else Outcome.FAILED
             if isinstance(error, StreamBroken) and c.exchange.status:
                 c.record.ending, c.record.error = Ending.BROKE_AFTER, error.code
@@ -270,7 +271,7 @@ class Serving:
         pool = self.relay.pool(route.url)
         added = c.context.header(attempt.span_id)
         if route.peer:
-            told = RouteHeader(c.request, route.target, c.attempts, c.visited)
+            told = RouteHeader(c.request, route.target, c.record.executions, c.visited)
             added += b"%b: %b\r\n" % (HEADER, self.signer.sign(told))
         exchange = c.exchange
         has_body = exchange.method not in (b"GET", b"HEAD") or bool(exchange.body)
@@ -286,7 +287,7 @@ class Serving:
         def judge(status: int, headers: heads.Headers) -> Verdict:
             attempt.status = status
             if route.peer:
-                c.attempts = max(c.attempts, _int(heads.find(headers, ATTEMPTS)))
+                c.record.executions = max(c.record.executions, _int(heads.find(headers, ATTEMPTS)))
             if heads.find(headers, REJECTED) is not None if route.peer else status in OVERLOAD:
                 return Verdict.COLLECT
             sending.added = self._response_headers(c, route, headers)
@@ -310,12 +311,12 @@ class Serving:
     def _response_headers(self, c: _Carried, route: Route, headers: heads.Headers) -> bytes:
         served_by = heads.find(headers, SERVED_BY) if route.peer else "/".join(route.target).encode()
         c.record.served_by = (served_by or b"").decode("latin-1")
-        lines = [b"%b: %b\r\n" % (DECISION, c.request.id.encode())]
+        added = [(DECISION, c.request.id.encode())]
         if served_by:
-            lines.append(b"%b: %b\r\n" % (SERVED_BY, served_by))
+            added.append((SERVED_BY, served_by))
         if c.record.from_peer:
-            lines.append(b"%b: %d\r\n" % (ATTEMPTS, c.attempts))
-        return b"".join(lines)
+            added.append((ATTEMPTS, b"%d" % c.record.executions))
+        return heads.lines(added)
 
     def _judged(self, c: _Carried, route: Route, answer: Answer) -> tuple[Outcome, float | None]:
         """What an answer says of the endpoint, and for how long it wants to be left alone."""
@@ -348,7 +349,7 @@ class Serving:
     # -- whether to try again ----------------------------------------------------------------------------------------
 
     def _may_retry(self, c: _Carried) -> bool:
-        return c.attempts < self._attempts and self._budget.take(clock.now())
+        return c.record.executions < self._attempts and self._budget.take(clock.now())
 
     async def _again_after(self, c: _Carried, route: Route, error: UpstreamError) -> bool:
         """Whether a failure may be tried elsewhere; excludes what failed."""
@@ -380,11 +381,11 @@ class Serving:
     def _pass_refusal(self, c: _Carried, answer: Answer) -> None:
         """All refused for load: the client gets the last server's own words."""
         kept = [(key, value) for key, value in answer.headers if key not in heads.OURS and not heads.internal(key)]
-        kept.append((DECISION, c.request.id.encode()))
+        added = [(DECISION, c.request.id.encode())]
         if c.record.from_peer:
-            kept += [(REJECTED, b"saturated"), (ATTEMPTS, b"%d" % c.attempts)]
+            added += [(REJECTED, b"saturated"), (ATTEMPTS, b"%d" % c.record.executions)]
         c.record.ending, c.record.error = Ending.REFUSED, "overloaded"
-        c.exchange.client.respond(answer.status, kept, answer.body)
+        c.exchange.client.respond(answer.status, kept, answer.body, heads.lines(added))
 
     def _answer_error(self, exchange: Exchange, api: apis.Api, record: RequestRecord, error: LBError) -> None:
         record.error = error.code
@@ -392,14 +393,15 @@ class Serving:
             return  # the relay has ended it in the open already
         record.status = error.status
         record.ending = Ending.BROKE_BEFORE if isinstance(error, UpstreamError) else Ending.REFUSED
-        headers = [(b"content-type", b"application/json"), (DECISION, record.id.encode())]
+        headers = [(b"content-type", b"application/json")]
+        added = [(DECISION, record.id.encode())]
         if error.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
         if record.from_peer:
-            headers.append((ATTEMPTS, b"%d" % sum(1 for a in record.attempts if not a.peer)))
+            added.append((ATTEMPTS, b"%d" % record.executions))
             if isinstance(error, RejectedError):
-                headers.append((REJECTED, error.code.encode()))
-        exchange.client.respond(error.status, headers, apis.error_body(api.family, error))
+                added.append((REJECTED, error.code.encode()))
+        exchange.client.respond(error.status, headers, apis.error_body(api.family, error), heads.lines(added))
 
     def _note_stages(self, c: _Carried, route: Route) -> None:
         now = clock.now()

@@ -350,13 +350,13 @@ class ClientConnection(asyncio.Protocol):
             if self.current is exchange:
                 self.transport.abort()
 
-    def respond(self, status: int, headers: heads.Headers, body: bytes) -> None:
-        """Write a whole answer of our own."""
+    def respond(self, status: int, headers: heads.Headers, body: bytes, added: bytes = b"") -> None:
+        """Write a whole answer of our own; `added` are header lines of ours, which `headers` is cleared of."""
         exchange = self.current
         assert exchange is not None
         exchange.status = status
         framing = b"content-length: %d\r\n" % len(body) if status != 204 else b""
-        head = heads.response_head(status, headers, framing=framing, close=exchange.close)
+        head = heads.response_head(status, headers, added=added, framing=framing, close=exchange.close)
         self.transport.write(head if exchange.method == b"HEAD" else head + body)
         self.finished()
 

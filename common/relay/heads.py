@@ -43,6 +43,11 @@ def find(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
     return None
 
 
+def lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Headers as they are written."""
+    return b"".join(b"%b: %b\r\n" % header for header in headers)
+
+
 def named_in_connection(headers: Headers) -> frozenset[bytes]:
     """Headers that `Connection` declares to be for this hop alone."""
     named: set[bytes] = set()

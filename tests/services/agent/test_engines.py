@@ -18,7 +18,7 @@ HTML = Reply(b"<html><body>vllm:num_requests_running 5</body></html>", kind="tex
 
 @pytest.fixture
 async def scraper() -> AsyncIterator[Scraper]:
-    async with Scraper(timeout_s=0.5) as scraper:
+    async with Scraper(timeout_s=0.25) as scraper:
         yield scraper
 
 
