@@ -103,8 +103,8 @@ class LiveEngine:
             raise ApiError(500, DEAD, "InternalServerError")
         out_of_memory = any(faults.out_of_memory(part.input_tokens) for part in job.parts)
         kind = StreamReply if job.stream else WholeReply
-        reply = kind(self, connection, job, record, faults, orca)
         now = self.advance()
+        reply = kind(self, connection, job, record, faults, orca, now)
         for generation in reply.generations:
             part = generation.part
             taken = self.model.submit(
@@ -174,7 +174,8 @@ class LiveEngine:
         assert isinstance(generation, Generation)
         # A reply may have been dropped between the event and now.
         listening = generation.reply in self.in_flight
-        took_s = (event.at_s - event.sequence.arrived_s) / self._clock.rate
+        at_s = self._clock.real(event.at_s)
+        took_s = (at_s if at_s < inf else clock.now()) - generation.reply.received_s
         if event.kind is EventKind.FIRST:
             self.metrics.ttft.observe(took_s)
             if listening:

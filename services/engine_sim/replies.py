@@ -57,16 +57,36 @@ class Generation:
 class Reply:
     """An answer under way: what whole ones and streams have in common."""
 
-    __slots__ = ("connection", "created", "engine", "faults", "generations", "id", "job", "left", "orca", "record")
+    __slots__ = (
+        "connection",
+        "created",
+        "engine",
+        "faults",
+        "generations",
+        "id",
+        "job",
+        "left",
+        "orca",
+        "received_s",
+        "record",
+    )
 
     def __init__(
-        self, engine: LiveEngine, connection: Connection, job: Job, record: Record, faults: RequestFaults, orca: bytes
+        self,
+        engine: LiveEngine,
+        connection: Connection,
+        job: Job,
+        record: Record,
+        faults: RequestFaults,
+        orca: bytes,
+        now: float,
     ) -> None:
         self.engine = engine
         self.connection = connection
         self.job = job
         self.record = record
         self.faults = faults
+        self.received_s = now
         self.orca = orca  # the format in which the client wants load metrics, "": none
         self.id, self.created = engine.identify(job.kind, record.id)
         self.generations = [Generation(self, i, part) for i, part in enumerate(job.parts)]

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,28 @@ async def test_a_healthy_vllm(scraper: Scraper) -> None:
         generated_tokens=1000.0,
         steps=500.0,
         started_s=1790000000.5,
+    )
+
+
+async def test_pages_recorded_from_a_live_vllm(scraper: Scraper) -> None:
+    """vLLM 0.32.0 on a CPU, a tiny random Llama, after some hundred tokens; `engines/tiny_vllm.sh` starts it."""
+    recorded = Path(__file__).parent / "recorded"
+    routes = {
+        "/health": Reply(),
+        "/metrics": Reply((recorded / "vllm_0_32_metrics.txt").read_bytes()),
+        "/v1/models": Reply((recorded / "vllm_0_32_models.json").read_bytes()),
+    }
+    assert await kind(scraper, routes) == "vllm"
+    assert await state(scraper, routes) == EngineState(
+        models=frozenset({"tiny"}),
+        max_model_len=2048,
+        running=0.0,
+        waiting=0.0,
+        kv_utilization=0.0,
+        kv_tokens=1_048_576.0,
+        generated_tokens=933.0,
+        steps=644.0,
+        started_s=1795981710.88,
     )
 
 

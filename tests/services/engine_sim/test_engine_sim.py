@@ -678,8 +678,11 @@ async def test_a_stall_stops_the_counters_but_not_the_health_check() -> None:
         assert not task.done()
         await client.delete("/sim/faults")
         assert (await task).status_code == 200
+        before = (await samples(client))["vllm:time_to_first_token_seconds_sum"]
+        assert before > 0.1
         await client.post("/sim/faults", json={"stall": 0.1})
         assert (await client.post("/v1/chat/completions", json=chat(sim_output_tokens=20))).status_code == 200
+        assert (await samples(client))["vllm:time_to_first_token_seconds_sum"] > before + 0.05
         assert (await client.get("/sim/faults")).json()["stall"] is False
 
 
