@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lock proto clean
+.PHONY: docs demo test check lock proto clean
 
 # The stamp's name has the lock file's checksum, so an unchanged lock costs nothing and a changed one is installed.
 STAMP := $(VENV)/.installed-$(shell cksum requirements.lock pyproject.toml | cksum | cut -d' ' -f1)
@@ -34,6 +34,9 @@ lock:  # needs uv
 
 proto: $(STAMP)
 	cd common/proto && ../../$(BIN)/python -m grpc_tools.protoc -I../.. --python_out=../.. --pyi_out=../.. --grpc_python_out=../.. ../../common/proto/load.proto
+
+docs: $(STAMP)
+	$(BIN)/python -m services.cli.reference > docs/configuration.md
 
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache

@@ -56,131 +56,180 @@ Url = Annotated[str, AfterValidator(_url)]
 class Section(BaseModel):
     """Base of every section: immutable, no unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Limits(Section):
     """What one client may ask of a listener."""
 
-    header_timeout_s: Seconds = 10.0  # whole head received
-    body_timeout_s: Seconds = 60.0  # whole body received
+    header_timeout_s: Seconds = 10.0
+    """Until a request's head is received whole."""
+    body_timeout_s: Seconds = 60.0
+    """Until its body is received whole."""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 64 * 1024 * 1024
+    """Largest request body taken, bytes; a larger one is refused with 413."""
     max_header_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024
-    write_timeout_s: Seconds = 30.0  # a client that takes nothing for this long is dropped
-    keepalive_timeout_s: Seconds = 75.0  # idle between requests
+    """Largest request head taken, bytes; a larger one is refused with 431 or 414."""
+    write_timeout_s: Seconds = 30.0
+    """A client that takes nothing for this long is dropped."""
+    keepalive_timeout_s: Seconds = 75.0
+    """A client's connection may be idle this long between requests."""
     max_connections: Count = 10_000
+    """Client connections at once; further ones are closed."""
 
 
 class Upstream(Section):
     """Towards servers and peers."""
 
     connect_timeout_s: Seconds = 2.0
+    """Until a connection to a server or peer stands."""
     first_byte_timeout_s: Seconds = 600.0
-    stall_timeout_s: Seconds = 120.0  # between two chunks of an answer
+    """Until the first byte of an answer."""
+    stall_timeout_s: Seconds = 120.0
+    """A stream that brings nothing for this long is broken."""
     total_timeout_s: Seconds = 3600.0
-    idle_timeout_s: Seconds = 4.0  # below the five seconds after which common servers close idle connections
-    max_connections: Count = 4096  # to one address
-    max_in_flight: Count = 1024  # requests on one instance
-    half_close: bool = False  # a client that closed its sending side still wants the answer
+    """Until the last byte of an answer."""
+    idle_timeout_s: Seconds = 4.0
+    """Idle connections to servers are closed after this; below the five seconds of common servers."""
+    max_connections: Count = 4096
+    """Connections to one address."""
+    max_in_flight: Count = 1024
+    """Requests under way on one instance."""
+    half_close: bool = False
+    """Whether a client that closed its sending side still wants the answer; no: it has left, and its request ends."""
 
 
 class Retry(Section):
     """How often one request may be sent to servers, over all tiers together."""
 
     attempts: Annotated[int, Field(ge=1, le=10)] = 2
-    budget_ratio: Fraction = 0.2  # retries as a share of recent requests, on top of a few a second
+    """Servers that one request may be sent to, over all tiers together."""
+    budget_ratio: Fraction = 0.2
+    """Retries as a share of recent requests, on top of a few a second."""
 
 
 class Health(Section):
     """When an endpoint is left alone for its answers."""
 
-    eject_after: Count = 5  # failures in a row
-    cooldown_s: Seconds = 2.0  # until the first trial; doubles with each that fails
+    eject_after: Count = 5
+    """Failures in a row after which an endpoint is left alone."""
+    cooldown_s: Seconds = 2.0
+    """Until it gets one request on trial; doubles with each trial that fails."""
 
 
 class Drain(Section):
     """Leaving."""
 
-    grace_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 30.0  # for requests under way
+    grace_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 30.0
+    """Requests under way may end within this after SIGTERM; then they are broken."""
 
 
 class PolicySection(Section):
     """How a stage chooses."""
 
     name: str = "predicted_completion"
+    """How every stage chooses: predicted_completion, round_robin or least_connections."""
     price_weight_s_per_usd: Annotated[float, Field(ge=0.0)] = 1e4
+    """Seconds that a dollar weighs; a typical request costs about 1e-4 $."""
 
 
 class Affinity(Section):
     """Sessions that return to where they were served."""
 
     timeout_s: Seconds = 600.0
-    max_sessions: Count = 100_000  # kept in this process
+    """How long after its last request a session is remembered."""
+    max_sessions: Count = 100_000
+    """Sessions remembered in this process."""
 
 
 class Etcd(Section):
     """Membership."""
 
     urls: tuple[Url, ...] = ()
+    """Members of the etcd cluster; none: membership stays in this process."""
     ttl_s: Annotated[float, Field(ge=1.0, le=600.0)] = 5.0
+    """How long this process is presented after it has died."""
     prefix: str = "/headwater"
+    """Under which all keys are."""
     user: str = ""
+    """Name, where etcd asks for one."""
     password: Annotated[str, Field(repr=False)] = ""
+    """Its password."""
     ca_file: str = ""
+    """Certificate authority of etcd's TLS."""
     cert_file: str = ""
+    """Client certificate for etcd."""
     key_file: str = ""
+    """Its key."""
 
 
 class Redis(Section):
     """Session affinity shared by balancers."""
 
     url: str = ""
+    """As in redis://host:6379/0; none: sessions are known to this process alone."""
     budget_ms: Annotated[float, Field(gt=0.0, le=1000.0)] = 10.0
+    """A lookup that takes longer is given up, milliseconds."""
 
 
 class Tracing(Section):
     """Where spans go, and how many."""
 
-    otlp_endpoint: str = ""  # http://host:4318 (HTTP) or grpc://host:4317
-    sample_ratio: Fraction = 0.01  # of requests without a sampled parent; errors are always kept
-    recent: Annotated[int, Field(ge=0, le=100_000)] = 2000  # requests kept here for `headwater trace`
+    otlp_endpoint: str = ""
+    """Collector, http://host:4318 (OTLP over HTTP) or grpc://host:4317; none: spans are only kept here."""
+    sample_ratio: Fraction = 0.01
+    """Share of requests whose spans are exported, where the caller did not decide; errors always are."""
+    recent: Annotated[int, Field(ge=0, le=100_000)] = 2000
+    """Finished requests remembered for `headwater trace`."""
 
 
 class Auth(Section):
     """Between tiers."""
 
-    route_keys: Annotated[tuple[str, ...], Field(repr=False)] = ()  # sign the route header; the first signs, all verify
+    route_keys: Annotated[tuple[str, ...], Field(repr=False)] = ()
+    """Keys that sign the route header: the first signs, all verify; none: one that all tiers find in etcd."""
 
 
 class Network(Section):
     """The network between tiers."""
 
-    emulated_rtt_s: Mapping[Name, Annotated[float, Field(ge=0.0, le=10.0)]] = {}  # region -> seconds, for demos
-    probe_interval_s: Seconds = 2.0  # round trips to other regions are measured this often
+    emulated_rtt_s: Mapping[Name, Annotated[float, Field(ge=0.0, le=10.0)]] = {}
+    """Round trip to emulate towards peers of a region, by its name, seconds; for demos."""
+    probe_interval_s: Seconds = 2.0
+    """Round trips to other regions are measured this often."""
 
 
 class Reports(Section):
     """Load reports between tiers (gRPC)."""
 
     listen: HostPort = "127.0.0.1:0"
+    """Where load reports are offered (gRPC); port 0: any free one."""
     interval_s: Annotated[float, Field(ge=0.02, le=60.0)] = 0.2
+    """A report is sent at least this often."""
 
 
 class Log(Section):
     """Logs go to standard output, one line an event."""
 
-    format: Literal["auto", "json", "pretty"] = "auto"  # auto: pretty on a terminal, else JSON
+    format: Literal["auto", "json", "pretty"] = "auto"
+    """json, pretty, or auto: pretty on a terminal."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    access: bool = True  # one line a request
+    """The least severe that is written."""
+    access: bool = True
+    """Whether each request gets a line."""
 
 
 class TierConfig(Section):
     """All settings of one tier process."""
 
     listen: HostPort = "0.0.0.0:8080"
+    """Where clients and peers send requests."""
     admin: HostPort = "127.0.0.1:9080"
-    advertise: str = ""  # host under which peers reach this process; default: the host of `listen`
-    id: Name | None = None  # default: node, host name and port; must differ between balancers
+    """Metrics, health and the admin API; keep it out of clients' reach."""
+    advertise: str = ""
+    """Host under which peers reach this process; default: the host of `listen`."""
+    id: Name | None = None
+    """Name of this balancer, different from all others'; default: made of its node, host name and port."""
     log: Log = Log()
     limits: Limits = Limits()
     upstream: Upstream = Upstream()

@@ -220,7 +220,9 @@ class Membership:
         )
 
     def _shown_balancers(self, path: Path) -> dict[str, Any]:
-        return {p.id: {"url": p.url, "load": p.load, "phase": p.phase.value} for p in self.balancers(path)}
+        return {
+            p.id: {"url": p.url, "load": p.load, "admin": p.admin, "phase": p.phase.value} for p in self.balancers(path)
+        }
 
 
 @dataclass(slots=True)

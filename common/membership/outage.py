@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-BURST: Final = 1 / 3  # more than this share of a group gone since the outage is a burst, if it is more than one member
+BURST: Final = 9  # more than this share of a group gone since the outage is a burst, if it is more than one member
 
 
 class OutageGuard:
@@ -47,6 +47,7 @@ class OutageGuard:
         else:
             if self._stale:
                 self._until = now + self._hold_s
+                self._kept = dict.fromkeys(self._kept, self._until)
             self._doubt(values, now)
             self._let_go_of(values, now, answers)
         self._stale = stale

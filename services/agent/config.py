@@ -23,14 +23,22 @@ class InstanceConfig(Section):
     """One server. Only `url` is needed: the rest is found out, or stays unknown."""
 
     url: Url
-    id: Name | None = None  # default: the URL's host and port, with the agent's id for a loopback host
-    models: tuple[str, ...] = ()  # what it serves; empty: as it says itself
-    engine: str = ""  # which adapter to use; empty: found out by asking
-    gpu: str = ""  # class of accelerator (h100, l4, cpu, …); empty: of its devices, as NVML names them
-    devices: tuple[int | str, ...] = ()  # its GPUs by NVML index or UUID; empty: all, if it is the only instance here
+    id: Name | None = None
+    """Default: the URL's host and port, with the agent's id for a loopback host."""
+    models: tuple[str, ...] = ()
+    """What it serves; empty: as it says itself."""
+    engine: str = ""
+    """Which adapter to use; empty: found out by asking."""
+    gpu: str = ""
+    """Class of accelerator (h100, l4, cpu, …); empty: of its devices, as NVML names them."""
+    devices: tuple[int | str, ...] = ()
+    """Its GPUs by NVML index or UUID; empty: all, if it is the only instance here."""
     weight: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
+    """Share of a weighted policy, relative to the others."""
     price_usd_per_hour: Annotated[float, Field(ge=0.0, le=100_000.0)] = 0.0
-    version: str = ""  # of what it serves; another one starts the learned speed over
+    """What an hour of it costs."""
+    version: str = ""
+    """Of what it serves; another one starts the learned speed over."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Self:
@@ -51,17 +59,27 @@ class AgentConfig(Section):
     """All settings of one agent process."""
 
     region: Name
+    """Region the servers are in."""
     cluster: Name
+    """Cluster they belong to."""
     id: Name = Field(default_factory=_host_name)
-    listen: HostPort = "127.0.0.1:0"  # load reports (gRPC)
-    advertise: str = ""  # host under which balancers reach this process; default: the host of `listen`
+    """Name of this agent."""
+    listen: HostPort = "127.0.0.1:0"
+    """Load reports (gRPC)."""
+    advertise: str = ""
+    """Host under which balancers reach this process; default: the host of `listen`."""
     log: Log = Log()
     etcd: Etcd = Etcd(urls=("http://127.0.0.1:2379",))
     instances: tuple[InstanceConfig, ...] = ()
+    """The servers beside it."""
     scrape_interval_s: Annotated[float, Field(ge=0.2, le=60.0)] = 1.0
+    """A server is looked at this often."""
     scrape_timeout_s: Annotated[float, Field(ge=0.05, le=60.0)] = 2.0
-    fail_after: Annotated[int, Field(ge=1, le=100)] = 3  # looks in a row that found nobody listening
-    hang_after_s: Annotated[float, Field(ge=1.0, le=3600.0)] = 30.0  # connections are taken, and nothing answers
+    """It must answer a look within this."""
+    fail_after: Annotated[int, Field(ge=1, le=100)] = 3
+    """Looks in a row that found nobody listening."""
+    hang_after_s: Annotated[float, Field(ge=1.0, le=3600.0)] = 30.0
+    """Connections are taken, and nothing answers."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

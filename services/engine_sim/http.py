@@ -74,6 +74,7 @@ class Connection(Protocol):
         "_headers",
         "_parser",
         "_reading",
+        "_receiving",
         "_request",
         "_requests",
         "_transport",
@@ -90,6 +91,7 @@ class Connection(Protocol):
         self._request: Request | None = None  # the one that is answered
         self._busy = False
         self._reading = True
+        self._receiving = False  # in the middle of a request
         self._error: tuple[int, str] | None = None
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
@@ -143,6 +145,7 @@ class Connection(Protocol):
 
     def on_message_begin(self) -> None:
         """A request line begins."""
+        self._receiving = True
         self._url = b""
         self._headers = {}
         self._body = []
@@ -175,6 +178,7 @@ class Connection(Protocol):
 
     def on_message_complete(self) -> None:
         """The request is whole: put it in line."""
+        self._receiving = False
         self._requests.append(
             Request(
                 self._parser.get_method().decode(),
@@ -217,8 +221,8 @@ class Connection(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being answered."""
-        return self._busy
+        """Whether a request is being received or answered."""
+        return self._busy or self._receiving
 
     @property
     def unsent_bytes(self) -> int:

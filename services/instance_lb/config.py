@@ -10,7 +10,9 @@ class InstanceConfig(TierConfig):
     """See `common.config.TierConfig`."""
 
     region: Name
+    """The region its cluster is in."""
     cluster: Name
+    """The cluster it balances."""
 
     @property
     def node(self) -> Path:

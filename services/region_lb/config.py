@@ -10,6 +10,7 @@ class RegionConfig(TierConfig):
     """See `common.config.TierConfig`."""
 
     region: Name
+    """The region it balances."""
 
     @property
     def node(self) -> Path:

@@ -14,8 +14,11 @@ class UpConfig(TierConfig):
     """See `common.config.TierConfig`."""
 
     instances: tuple[InstanceConfig, ...] = ()
+    """The servers; the keys of one are the agent's (below)."""
     scrape_interval_s: Annotated[float, Field(ge=0.2, le=60.0)] = 1.0
+    """A server is looked at this often."""
     scrape_timeout_s: Annotated[float, Field(ge=0.05, le=60.0)] = 2.0
+    """It must answer a look within this."""
 
     @model_validator(mode="after")
     def _instances(self) -> UpConfig:

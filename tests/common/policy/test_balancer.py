@@ -563,7 +563,7 @@ def test_a_quote_that_has_gone_stale_is_not_believed() -> None:
     balancer.report(LoadReport("us", servers=(idle(),)), 0.0)
     late = QUOTE_STALE_S - 0.01
     pick = picked(balancer, now=late)
-    assert cost(pick, "eu") > cost(pick, "us") * 1.5
+    assert cost(pick, "eu") > cost(pick, "us") * 1.1
     done(balancer, pick, late)
     balancer.report(LoadReport("eu", servers=(busy(3),)), QUOTE_STALE_S)  # one goes on, the other is silent
     pick = picked(balancer, now=QUOTE_STALE_S)
@@ -663,11 +663,11 @@ def test_an_answer_in_one_piece_teaches_the_time_per_token() -> None:
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.IGNORED, Outcome.OVERLOADED])
 def test_what_did_not_succeed_teaches_no_speed(outcome: Outcome) -> None:
-    balancer = balancer_of(instance("a", capacity=ROUND), limits=Limits(eject_after=1_000, busy_s=0.0))
-    for _ in range(20):
-        pick = picked(balancer)
-        balancer.first_token(pick.reservation, 50.0)
-        done(balancer, pick, 90.0, outcome, output_tokens=100)
+    balancer = balancer_of(instance("a", capacity=ROUND), limits=Limits(eject_after=1_000))
+    for at in range(0, 2_000, 100):
+        pick = picked(balancer, now=float(at))
+        balancer.first_token(pick.reservation, at + 50.0)
+        done(balancer, pick, at + 90.0, outcome, output_tokens=100)
     assert balancer.candidates["a"].own[0].speed == ROUND
 
 
@@ -833,7 +833,7 @@ class Life(RuleBasedStateMachine):
             assert self.balancer.in_flight == before
             return multiple()
         assert decision.endpoint.id not in exclude
-        assert decision.endpoint.serves(model)
+        assert not model or decision.endpoint.serves(model)
         assert min(s.total for s in decision.scores) == cost(decision, decision.endpoint.id) < inf
         self.held[decision.reservation.id] = decision.endpoint.id
         return decision.reservation
@@ -921,7 +921,7 @@ class LifeOfRegions(Life):
     parent = ()
 
 
-bounds = settings(max_examples=40, stateful_step_count=40, deadline=None)
+bounds = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestLife = Life.TestCase
 TestLife.settings = bounds
 TestLifeOfRegions = LifeOfRegions.TestCase

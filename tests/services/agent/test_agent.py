@@ -125,8 +125,9 @@ async def test_phases_reach_the_registry(book: Book, servers: list[FakeServer]) 
 
 
 async def test_a_registry_that_is_away_delays_nothing_and_is_told_the_newest(
-    book: Book, servers: list[FakeServer]
+    book: Book, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("services.agent.agent.RETRY_S", 0.2)
     book.refuse, book.slow_s = 1, 0.3
     agent = Agent(config(servers[:1]), book, Random(1))
     await agent.start()

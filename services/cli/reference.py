@@ -1,0 +1,80 @@
+"""The configuration reference, out of the code: `make docs` writes docs/configuration.md with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from common.config import TierConfig
+from services.agent.config import AgentConfig
+from services.agent.config import InstanceConfig as Server
+from services.instance_lb.config import InstanceConfig
+from services.up.config import UpConfig
+
+HEAD = """# Configuration
+
+One strict YAML file a process, given with `--config`. Every key is also an environment variable, which wins over the
+file: `limits.header_timeout_s` is `HEADWATER_LIMITS__HEADER_TIMEOUT_S`; lists and maps are written there as YAML
+(`HEADWATER_ETCD__URLS='[http://10.0.0.2:2379]'`). An unknown key or a bad value ends start-up with its file and line.
+This page is written by `make docs`.
+"""
+
+
+def page() -> str:
+    """The whole page, Markdown."""
+    region = (("region", InstanceConfig.model_fields["region"]), ("cluster", InstanceConfig.model_fields["cluster"]))
+    up_only = [(n, f) for n, f in UpConfig.model_fields.items() if n not in TierConfig.model_fields]
+    parts = [
+        HEAD,
+        "## Every tier (`headwater global`, `region`, `instance`, `up`)\n",
+        *_tables(TierConfig),
+        "## Where a tier stands\n\n`region` is needed by `headwater region` and `instance`, `cluster` by `instance`.\n",
+        _table("", region),
+        "## `headwater up`\n\nAll of the above, and:\n",
+        _table("", up_only),
+        "## `headwater agent`\n",
+        *_tables(AgentConfig),
+        "### `instances`: each server\n",
+        _table("instances[].", list(Server.model_fields.items())),
+    ]
+    return "\n".join(parts)
+
+
+def _tables(model: type[BaseModel]) -> Iterator[str]:
+    flat = [(n, f) for n, f in model.model_fields.items() if _section(f) is None]
+    yield _table("", flat)
+    for name, field in model.model_fields.items():
+        section = _section(field)
+        if section is not None:
+            doc = (section.__doc__ or "").strip().splitlines()[0]
+            yield f"### `{name}`: {doc}\n"
+            yield _table(f"{name}.", list(section.model_fields.items()))
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _table(prefix: str, fields: Any) -> str:
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for name, field in fields:
+        default = "needed" if field.is_required() else _shown(field)
+        rows.append(f"| `{prefix}{name}` | {default} | {field.description or ''} |")
+    return "\n".join(rows) + "\n"
+
+
+def _shown(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=False)
+    if field.default_factory is not None:
+        return "the host's name"
+    if value in (None, "", (), {}):
+        return "–"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
