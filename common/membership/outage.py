@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-BURST: Final = 9  # more than this share of a group gone since the outage is a burst, if it is more than one member
+BURST: Final = 1 / 3  # more than this share of a group gone since the outage is a burst, if it is more than one member
 
 
 class OutageGuard:

@@ -23,6 +23,7 @@ class InstanceConfig(Section):
     """One server. Only `url` is needed: the rest is found out, or stays unknown."""
 
     url: Url
+    """Its base URL, as in http://10.0.0.9:8000."""
     id: Name | None = None
     """Default: the URL's host and port, with the agent's id for a loopback host."""
     models: tuple[str, ...] = ()
@@ -65,7 +66,7 @@ class AgentConfig(Section):
     id: Name = Field(default_factory=_host_name)
     """Name of this agent."""
     listen: HostPort = "127.0.0.1:0"
-    """Load reports (gRPC)."""
+    """Where load reports are offered (gRPC); port 0: any free one."""
     advertise: str = ""
     """Host under which balancers reach this process; default: the host of `listen`."""
     log: Log = Log()
