@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from math import isfinite
 from random import Random
 from typing import Final
 
@@ -21,6 +20,7 @@ import structlog
 from common import clock
 from common.errors import ConfigError
 from common.proto import load_pb2, load_pb2_grpc
+from common.reporting.delay import Delay
 from common.reporting.tls import Tls
 from common.reporting.wire import from_wire
 from common.types import LoadReport
@@ -120,7 +120,7 @@ class _Link:
         self._call: grpc.aio.UnaryStreamCall[load_pb2.WatchRequest, load_pb2.LoadReport] | None = None
         self._again = False
         self._heard_at = 0.0
-        self._delay = _Delay()
+        self._delay = Delay()
         self._up = asyncio.Event()
         self.task = asyncio.create_task(self._run(), name=f"reports of {address}")
         self.task.add_done_callback(_crashed)
@@ -173,7 +173,7 @@ class _Link:
         if self.client.interval_s is not None:
             request.max_interval_s = self.client.interval_s
         self._call = call = stub.Watch(request)
-        self._delay = _Delay()
+        self._delay = Delay()
         # The first message may take as long as a connection does; later ones are due every interval.
         self._heard_at = clock.now() + max(0.0, FIRST_S - self.client.silent_s)
         watchdog = asyncio.create_task(self._end_when_silent(call))
@@ -254,29 +254,6 @@ class _Link:
             took = clock.now() - began
             least = took if least is None else min(least, took)
         return least
-
-
-class _Delay:
-    """How much longer a message took than the quickest of its stream: what it spent in buffers on the way.
-
-    Compares durations, never clocks: the time that passed between two messages at the sender with that at the receiver.
-    Two clocks may drift apart by some 100 ppm, so the quickest is forgotten a little faster than that.
-    """
-
-    FORGET: Final = 2e-4
-
-    def __init__(self) -> None:
-        self._least: float | None = None
-        self._at = 0.0
-
-    def of(self, sent: float, arrived: float) -> float:
-        """Seconds, at least 0: of a message sent and arrived at these times, each of its own side's clock."""
-        offset = arrived - sent
-        if not isfinite(offset):
-            return 0.0
-        least = offset if self._least is None else self._least + self.FORGET * (arrived - self._at)
-        self._least, self._at = min(least, offset), arrived
-        return offset - self._least
 
 
 def _tell(call_back: Callable[..., None], *args: object) -> None:

@@ -49,28 +49,32 @@ def command(
     grace: Annotated[float, typer.Option(help="Seconds for streams to end after SIGTERM.")] = 30.0,
 ) -> None:
     """Simulated inference servers: vLLM's API and metrics in front of a model of continuous batching."""
-    base = EngineConfig(
-        profile=profile,
-        model=model,
-        host=host,
-        port=port,
-        name=name,
-        speed=speed,
-        tick_s=tick,
-        load_time_s=load_time,
-        kv_tokens=kv_tokens,
-        slots=slots,
-        max_queue=max_queue,
-        queue_full_status=queue_full_status,
-        retry_after_s=retry_after,
-        max_model_len=max_model_len,
-        prefix_fraction=prefix_fraction,
-        mean_output_tokens=mean_output_tokens,
-        seed=seed,
-        max_body_bytes=max_body_bytes,
-        keepalive_timeout_s=keepalive_timeout,
-    )
-    run(ServeConfig(engines_from(base, engine or [], count), grace))
+    try:
+        base = EngineConfig(
+            profile=profile,
+            model=model,
+            host=host,
+            port=port,
+            name=name,
+            speed=speed,
+            tick_s=tick,
+            load_time_s=load_time,
+            kv_tokens=kv_tokens,
+            slots=slots,
+            max_queue=max_queue,
+            queue_full_status=queue_full_status,
+            retry_after_s=retry_after,
+            max_model_len=max_model_len,
+            prefix_fraction=prefix_fraction,
+            mean_output_tokens=mean_output_tokens,
+            seed=seed,
+            max_body_bytes=max_body_bytes,
+            keepalive_timeout_s=keepalive_timeout,
+        )
+        run(ServeConfig(engines_from(base, engine or [], count), grace))
+    except ConfigError as error:
+        sys.stderr.write(f"headwater engine: {error}\n")
+        raise typer.Exit(1) from None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,17 +82,14 @@ def main(arguments: list[str] | None = None) -> int:
     app = typer.Typer(add_completion=False)
     app.command()(command)
     try:
-        app(args=arguments, prog_name="headwater engine", standalone_mode=False)
-    except ConfigError as error:
-        sys.stderr.write(f"headwater engine: {error}\n")
-        return 1
+        code = app(args=arguments, prog_name="headwater engine", standalone_mode=False)
     except _UsageError as error:
         message: str = getattr(error, "format_message", error.__str__)()
         sys.stderr.write(f"headwater engine: {message.splitlines()[0]}\n")
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
+    return code if isinstance(code, int) else 0
 
 
 if __name__ == "__main__":

@@ -112,6 +112,7 @@ class LiveEngine:
             )
             if isinstance(taken, Refusal):
                 self._cancel(reply, now)
+                self._arm(now)
                 busy = self.config.queue_full_status
                 kind_name = "TooManyRequestsError" if busy == 429 else "ServiceUnavailableError"
                 message = f"The request queue is full ({self.config.max_queue} requests are waiting)."

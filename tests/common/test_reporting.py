@@ -23,6 +23,7 @@ from common.errors import ConfigError
 from common.proto import load_pb2, load_pb2_grpc
 from common.reporting import ReportClient, ReportServer, Tls, from_wire, to_wire
 from common.reporting import client as client_module
+from common.reporting.delay import Delay
 from common.types import LoadReport, Phase, ServerLoad, Speed
 from tests import servers
 from tests.servers import Relay
@@ -149,6 +150,15 @@ def test_other_versions_are_understood() -> None:
     speed = load_pb2.Speed(alpha_s=0.01, beta_s=0.0, gamma_s=0.0, prefill_tokens_per_s=1000.0)
     quote = load_pb2.LoadReport(endpoint="a", servers=[load_pb2.ServerLoad(speed=speed, count=1)])
     assert from_wire(quote).servers[0].speed == Speed(0.01, 0.0, 0.0, 1000.0)  # limits from the defaults
+
+
+def test_a_hold_up_is_told_from_distance_and_drift() -> None:
+    delay = Delay()
+    for i in range(1000):  # clocks 1e6 s apart, 0.1 s of distance, the sender's 100 ppm slow
+        assert delay.of(i * (1.0 - 1e-4), 1e6 + i + 0.1) < 1e-3
+    assert delay.of(1000.0 * (1.0 - 1e-4), 1e6 + 1000.0 + 0.1 + 2.5) == pytest.approx(2.5, abs=1e-2)
+    assert delay.of(1001.0, 1e6 + 1001.0) == 0.0  # a quicker way is the new measure
+    assert delay.of(math.nan, 1e6 + 1002.0) == 0.0
 
 
 # -- the stream ------------------------------------------------------------------------------------------------------

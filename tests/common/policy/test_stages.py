@@ -232,9 +232,7 @@ trees = st.dictionaries(
     st.dictionaries(st.sampled_from("pqr"), st.dictionaries(st.sampled_from("abc"), phases), max_size=3),
     max_size=3,
 ).map(lambda t: {r: {c: [instance(i, phase=p) for i, p in b.items()] for c, b in a.items()} for r, a in t.items()})
-paths = st.lists(st.sampled_from("xyz"), max_size=1).flatmap(
-    lambda r: st.tuples(*[st.just(x) for x in r], *([st.sampled_from("pqr")] if r else []))
-)
+paths = st.tuples(st.sampled_from("xyz")) | st.tuples(st.sampled_from("xyz"), st.sampled_from("pqr"))
 
 
 @given(trees, st.frozensets(paths), st.frozensets(paths), st.integers(0, 100))
