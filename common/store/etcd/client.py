@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -28,7 +28,6 @@ from common.errors import ConfigError, LeaseLost, StoreUnavailable
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 RETRY_S: Final = (0.05, 1.0)  # first and longest pause between attempts while etcd is out of reach
@@ -133,11 +132,38 @@ class Client:
 
         It may be carried out twice, so ask only what may be. Raises StoreUnavailable or LeaseLost.
         """
-
-        async def attempt(link: Link, left_s: float) -> Any:
-            return await _unary(method(link), link, request, left_s)
-
-        return await self._attempts(attempt, timeout_s)
+        deadline = now() + timeout_s
+        error: StoreUnavailable = Unreachable("etcd: no time left")
+        for _ in range(len(self._urls) + 1):  # one more, for a token renewed or a link that another call dropped
+            if now() >= deadline:
+                break
+            link: Link | None = None
+            try:
+                # gRPC's own deadline comes first, and would do if each of its waits ended with the call.
+                async with asyncio.timeout(deadline - now() + SLACK_S):
+                    link = await self.link(deadline - now())
+                    answer = await _unary(method(link), link, request, max(deadline - now(), 0.001))
+            except _LoginPending as pending:
+                error = bare(pending)
+            except _TokenRefused as refused:
+                error = bare(refused) if self._user else Refused(str(refused))
+                if link is not None:
+                    link.token = ""
+            except (Unreachable, TimeoutError) as unreachable:
+                late = Unreachable("etcd: no answer in time")
+                error = bare(unreachable) if isinstance(unreachable, Unreachable) else late
+                self.drop(link or self._current)
+            except Refused as refused:
+                self._note_refusal(refused)
+                raise
+            else:
+                self._note(None)
+                return answer
+        if isinstance(error, Refused):
+            self._note_refusal(error)
+        else:
+            self._note(error)
+        raise error
 
     async def link(self, timeout_s: float) -> Link:
         """The link in use, authenticated. Raises StoreUnavailable."""
@@ -178,40 +204,6 @@ class Client:
         self.drop(self._current)
         if self._closing:
             await asyncio.wait(self._closing, timeout=timeout_s)
-
-    async def _attempts(self, attempt: Callable[[Link, float], Awaitable[T]], timeout_s: float) -> T:
-        deadline = now() + timeout_s
-        error: StoreUnavailable = Unreachable("etcd: no time left")
-        for _ in range(len(self._urls) + 1):  # one more, for a token renewed or a link that another call dropped
-            if now() >= deadline:
-                break
-            link: Link | None = None
-            try:
-                # gRPC's own deadline comes first, and would do if each of its waits ended with the call.
-                async with asyncio.timeout(deadline - now() + SLACK_S):
-                    link = await self.link(deadline - now())
-                    answer = await attempt(link, max(deadline - now(), 0.001))
-            except _LoginPending as pending:
-                error = bare(pending)
-            except _TokenRefused as refused:
-                error = bare(refused) if self._user else Refused(str(refused))
-                if link is not None:
-                    link.token = ""
-            except (Unreachable, TimeoutError) as unreachable:
-                late = Unreachable("etcd: no answer in time")
-                error = bare(unreachable) if isinstance(unreachable, Unreachable) else late
-                self.drop(link or self._current)
-            except Refused as refused:
-                self._note_refusal(refused)
-                raise
-            else:
-                self._note(None)
-                return answer
-        if isinstance(error, Refused):
-            self._note_refusal(error)
-        else:
-            self._note(error)
-        raise error
 
     def _note(self, error: StoreUnavailable | None) -> None:
         """One line for each change between reachable and not."""

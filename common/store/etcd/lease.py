@@ -47,6 +47,7 @@ class EtcdLease:
         self._wake = asyncio.Event()
         self._closed = False
         self._task = asyncio.create_task(self._run(), name="etcd-lease")
+        self._task.add_done_callback(_ended)
 
     async def put(self, key: str, value: bytes) -> None:
         """See Lease."""
@@ -200,6 +201,12 @@ def renew_at(asked_at: float, ttl_s: float) -> float:
     comes, the next attempt is two thirds of the time to live ahead of the expiry, or due at once.
     """
     return asked_at + ttl_s / 3
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    """It ends by being cancelled; anything else is a bug, and would make this process vanish without a word."""
+    if not task.cancelled():
+        log.critical("etcd lease task crashed, nothing is renewed any more", exc_info=task.exception())
 
 
 class _Write:

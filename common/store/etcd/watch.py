@@ -102,11 +102,9 @@ class Stream:
         return responses
 
     def close(self) -> None:
-        """End the call, and let go of it: a call that is only cancelled keeps its TCP connection open."""
+        """End the call and with it the read, and let go of it: one that is only cancelled keeps its TCP connection."""
         self._call.cancel()
         self._call = None
-        if self._read is not None:
-            self._read.cancel()
 
     async def _next(self, timeout_s: float) -> Any:
         """One response, None if there is none in time. The read goes on then: to cancel it would end the call."""
