@@ -16,6 +16,16 @@ def lowest_cost(costs: Sequence[float], rng: Random) -> int:
     return ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))]
 
 
+TIE_BAND = 0.05  # learned speeds of equal servers differ by this much: the difference is noise and must not decide
+
+
+def near_lowest_cost(costs: Sequence[float], rng: Random) -> int:
+    """Any of those within TIE_BAND of the cheapest."""
+    limit = min(costs) * (1.0 + TIE_BAND)
+    ties = [i for i, cost in enumerate(costs) if cost <= limit]
+    return ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))]
+
+
 def power_of_two(costs: Sequence[float], rng: Random) -> int:
     """The cheaper of two drawn without replacement (Mitzenmacher, *The Power of Two Choices*, 2001)."""
     if len(costs) == 1:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from common.policy.balancer import Balancer, Limits, Policy
+from common.policy.balancer import Balancer, Policy
+from common.policy.candidate import Limits
 from common.policy.stages import predicted_completion
 from common.types import Endpoint, InferenceRequest, Outcome, Path, Pick, Pool, ServerLoad, Speed
 
