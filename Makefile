@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: docs demo test check lock proto clean
+.PHONY: setup docs compose demo test check lock proto clean
 
 # The stamp's name has the lock file's checksum, so an unchanged lock costs nothing and a changed one is installed.
 STAMP := $(VENV)/.installed-$(shell cksum requirements.lock pyproject.toml | cksum | cut -d' ' -f1)
@@ -17,6 +17,8 @@ $(STAMP):
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
+setup: $(STAMP)
+
 demo: $(STAMP)
 	@$(BIN)/headwater demo $(ARGS)
 
@@ -29,14 +31,21 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Two locks: of everything, and of what the image is built from, which has no use for test tools and servers as wheels.
+# The second is held to the first, so that what was tested is what runs.
+UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header pyproject.toml
 lock:  # needs uv
-	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --all-extras pyproject.toml -o requirements.lock
+	$(UV_COMPILE) --all-extras -o requirements.lock
+	$(UV_COMPILE) --extra build -c requirements.lock -o requirements-run.lock
 
 proto: $(STAMP)
 	cd common/proto && ../../$(BIN)/python -m grpc_tools.protoc -I../.. --python_out=../.. --pyi_out=../.. --grpc_python_out=../.. ../../common/proto/load.proto
 
 docs: $(STAMP)
 	$(BIN)/python -m services.cli.reference > docs/configuration.md
+
+compose: $(STAMP)
+	$(BIN)/python deploy/compose/generate.py
 
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache

@@ -35,16 +35,19 @@ def admin_app(
     ready: Callable[[], bool],
     admins: Callable[[], frozenset[str]],
 ) -> FastAPI:
-    """The application. `admins` gives the admin URLs of all balancers that membership knows."""
+    """The application. `admins` gives the admin URLs of all balancers that membership knows.
+
+    All but /metrics are coroutines: FastAPI runs plain functions on a thread, where what they read changes under them.
+    """
     app = FastAPI(title="Headwater admin", description=f"{Tier.of(node).value} tier, process {process_id}")
 
     @app.get("/livez", tags=["health"])
-    def livez() -> Response:
+    async def livez() -> Response:
         """200 while the process runs."""
         return PlainTextResponse("ok")
 
     @app.get("/readyz", tags=["health"])
-    def readyz() -> Response:
+    async def readyz() -> Response:
         """200 while it takes new requests, 503 when it is draining."""
         return PlainTextResponse("ok" if ready() else "draining", 200 if ready() else 503)
 
@@ -54,7 +57,7 @@ def admin_app(
         return Response(generate_latest(telemetry.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/admin/v1/pools", tags=["state"])
-    def pools() -> dict[str, Any]:
+    async def pools() -> dict[str, Any]:
         """Every pool this process knows, with what it knows of each endpoint."""
         return {
             "process": process_id,
@@ -64,7 +67,7 @@ def admin_app(
         }
 
     @app.get("/admin/v1/requests", tags=["requests"])
-    def requests(limit: int = 100) -> list[dict[str, Any]]:
+    async def requests(limit: int = 100) -> list[dict[str, Any]]:
         """The latest finished requests, newest first; `limit` at most 1,000."""
         return [access_line(record) for record in telemetry.recent(max(1, min(limit, 1000)))]
 

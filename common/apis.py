@@ -96,7 +96,6 @@ def _check_utf8(body: bytes) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")()
     for at in range(0, len(body), UTF8_CHUNK):
         decoder.decode(body[at : at + UTF8_CHUNK])
-    decoder.decode(b"", final=True)
 
 
 def _refuse_duplicates(body: bytes) -> None:

@@ -283,7 +283,7 @@ def _read(file: FilePath, lines: dict[Key, int]) -> dict[str, Any]:
         at = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{file}{at}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: not valid YAML: {error}") from None
+        raise ConfigError(f"{file}: not valid YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file}:1: expected keys and values, as in `listen: 127.0.0.1:8080`")
     return values

@@ -17,16 +17,19 @@ from common.errors import ModelNotFound
 
 
 def local_app(balancing: Balancing, ready: Callable[[], bool]) -> FastAPI:
-    """The application beside the relay on the data listener."""
+    """The application beside the relay on the data listener.
+
+    Coroutines all: FastAPI runs plain functions on a thread, where what they read changes under them.
+    """
     app = FastAPI(title="Headwater", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/v1/models")
-    def models() -> dict[str, object]:
+    async def models() -> dict[str, object]:
         """All models that some live instance serves, merged."""
         return {"object": "list", "data": [_model(m) for m in sorted(balancing.models())]}
 
     @app.get("/v1/models/{model:path}")
-    def model(model: str) -> Response:
+    async def model(model: str) -> Response:
         """One of them."""
         if model in balancing.models():
             return JSONResponse(_model(model))
@@ -34,7 +37,7 @@ def local_app(balancing: Balancing, ready: Callable[[], bool]) -> FastAPI:
         return Response(apis.error_body("openai", error), error.status, media_type="application/json")
 
     @app.get("/health")
-    def health() -> Response:
+    async def health() -> Response:
         """200 while requests are taken, 503 once this process is draining."""
         return PlainTextResponse("ok" if ready() else "draining", 200 if ready() else 503)
 

@@ -18,6 +18,7 @@ from common.balancing import Balancing
 from common.errors import (
     BadRequest,
     ConnectFailed,
+    FirstByteTimeout,
     LBError,
     ModelNotFound,
     NoEndpoints,
@@ -47,6 +48,7 @@ SERVED_BY = b"x-headwater-served-by"
 DECISION = b"x-headwater-decision"
 ATTEMPTS = b"x-headwater-attempts"
 MAX_TRIES = 8  # hops tried for one request, refused connections and rejections included
+PEER_SLACK_S = 1.0  # by how much a tier waits longer than the one below it
 MAX_RETRY_AFTER_S = 60.0  # a server may ask for no longer a pause
 OVERLOAD = (429, 503, 529)
 
@@ -201,7 +203,10 @@ class Serving:
         for _ in range(MAX_TRIES):
             route = self.balancing.route(c.request, c.node, frozenset(c.exclude))
             if isinstance(route, Shed):
-                failure = failure or self._shed(c, route)
+                nothing_left = self._shed(c, route)
+                # What failed here and may be tried again is for the tier above to go on with: a rejection invites it.
+                if failure is None or (c.record.from_peer and isinstance(nothing_left, RejectedError)):
+                    failure = nothing_left
                 break
             self._note_stages(c, route)
             try:
@@ -217,11 +222,14 @@ class Serving:
                 if answer.relayed:
                     return
                 refusal = answer
+                c.exclude.add(route.target)
                 if not self._may_retry(c):
                     break
         if refusal is not None:
             self._pass_refusal(c, refusal)
             return
+        if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
+            raise NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
         raise failure or NoEndpoints()
 
     # -- one attempt -------------------------------------------------------------------------------------------------
@@ -301,11 +309,13 @@ class Serving:
                 self.balancing.first_token(route)
 
         def break_words(observer: Observer, message: str) -> bytes:
-            if not observer.sse:
+            if not observer.sse or observer.told_of_error:
                 return b""
             return (b"" if observer.between_events else b"\n\n") + apis.error_event(c.api.family, message)
 
         sending = Sending(exchange, head, exchange.body, judge, first_byte, break_words=break_words)
+        if route.peer:  # the tier next to the server gives up first: it alone knows whom to blame, and where to go on
+            sending.tries, sending.slack_s = self._attempts, PEER_SLACK_S * (3 - len(route.target))
         return sending
 
     def _response_headers(self, c: _Carried, route: Route, headers: heads.Headers) -> bytes:
@@ -358,6 +368,9 @@ class Serving:
         if route.peer is not None:
             # A peer that is gone closed its own connections, so what it had sent on was given up by the server.
             self.balancing.peer_lost(route.peer.id)
+            if isinstance(error, FirstByteTimeout):  # it hangs, and a server may be at work for it
+                c.record.executions += 1
+                return self._may_retry(c)
             c.peers_lost += 1
             return c.peers_lost <= self._attempts + 1
         c.exclude.add(route.target)
@@ -383,7 +396,8 @@ class Serving:
         kept = [(key, value) for key, value in answer.headers if key not in heads.OURS and not heads.internal(key)]
         added = [(DECISION, c.request.id.encode())]
         if c.record.from_peer:
-            added += [(REJECTED, b"saturated"), (ATTEMPTS, b"%d" % c.record.executions)]
+            # By those that were tried, which says nothing of this node: its other endpoints may be free.
+            added += [(REJECTED, b"refused"), (ATTEMPTS, b"%d" % c.record.executions)]
         c.record.ending, c.record.error = Ending.REFUSED, "overloaded"
         c.exchange.client.respond(answer.status, kept, answer.body, heads.lines(added))
 

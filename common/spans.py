@@ -9,6 +9,7 @@ Source: OpenTelemetry semantic conventions 1.37 for HTTP and generative AI.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -93,11 +94,12 @@ def _stage(record: RequestRecord, stage: StageRecord, at_ns: int) -> Span:
     if chosen is not None:
         attributes["headwater.cost"] = round(chosen.total, 6)
         attributes |= {f"headwater.cost.{t}": round(v, 6) for t, v in zip(stage.terms, chosen.terms, strict=True)}
-        second = next((s for s in ranked if s.endpoint != stage.chosen), None)
+        # What could never hold the request is no alternative, and JSON has no infinity.
+        second = next((s for s in ranked if s.endpoint != stage.chosen and isfinite(s.total)), None)
         if second is not None:
             attributes["headwater.runner_up"] = second.endpoint
             attributes["headwater.margin"] = round(second.total - chosen.total, 6)
-    if stage.predicted_ttft_s is not None:
+    if stage.predicted_ttft_s is not None and isfinite(stage.predicted_ttft_s):
         attributes["headwater.predicted_ttft_s"] = round(stage.predicted_ttft_s, 6)
     return Span(
         record.id,

@@ -44,6 +44,9 @@ def free_port() -> int:
 class Server:
     """One server process: what is common to all of them. A subclass says how it is run and when it is ready."""
 
+    start_timeout_s = START_TIMEOUT_S
+    poll_s = 0.01  # between two questions whether it is ready
+
     def __init__(self) -> None:
         self.port = free_port()
         self.directory = Path(tempfile.mkdtemp(prefix="headwater-test-"))
@@ -80,10 +83,10 @@ class Server:
                 cwd=self.directory,
                 start_new_session=True,  # a Ctrl-C at pytest is not one here
             )
-        async with asyncio.timeout(START_TIMEOUT_S):
+        async with asyncio.timeout(self.start_timeout_s):
             while not await self.ready():
                 assert self.process.poll() is None, f"{self.command()[0]} ended:\n{self.log[-2000:]}"
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(self.poll_s)
         return self
 
     def pause(self) -> None:
@@ -208,17 +211,22 @@ class EtcdServer(Server):
         tls = ["--insecure-skip-tls-verify"] if self._tls else []
         if ca:
             tls += ["--cert", cert, "--key", key]
-        process = await asyncio.create_subprocess_exec(
+        command = [
             _etcd_binary("etcdctl"),
             *("--endpoints", self.url, "--dial-timeout", "1s", "--command-timeout", "2s"),
             *tls,
             *args,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+        ]
+        # Not asyncio's own subprocesses: under uvloop they fork, which gRPC's threads do not take well.
+        done = await asyncio.to_thread(
+            subprocess.run,
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env={"PATH": os.environ.get("PATH", "")},
+            check=False,
         )
-        output, _ = await process.communicate()
-        return process.returncode or 0, output.decode()
+        return done.returncode, done.stdout.decode()
 
 
 class RedisServer(Server):
@@ -227,6 +235,8 @@ class RedisServer(Server):
     def __init__(self, *flags: str) -> None:
         super().__init__()
         self._flags = flags
+        while "--cluster-enabled" in flags and self.port > 55_535:  # its bus is at 10,000 more
+            self.port = free_port()
 
     @property
     def url(self) -> str:
@@ -377,7 +387,7 @@ class Relay:
             async with asyncio.TaskGroup() as group:
                 group.create_task(link.pump(reader, up_writer, lambda: self.request_delay_s))
                 group.create_task(link.pump(up_reader, writer, lambda: self.delay_s))
-        except* OSError:
+        except* (OSError, RuntimeError):  # uvloop raises the second for a closed connection
             pass
         finally:
             self._links.discard(link)
@@ -395,7 +405,7 @@ class _Link:
     def reset(self) -> None:
         for writer in self._writers:
             sock = writer.get_extra_info("socket")
-            with suppress(OSError, AttributeError):
+            with suppress(OSError, AttributeError, ValueError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
             writer.transport.abort()
         self.flowing.set()

@@ -62,11 +62,11 @@ class Membership:
         answers: Callable[[Member], bool] = lambda member: True,
         now: Callable[[], float] = clock.now,
     ) -> None:
-        sources = stores if isinstance(stores, Sequence) else [Source(stores, root + "/")]
+        self._root = root.rstrip("/")
+        sources = stores if isinstance(stores, Sequence) else [Source(stores, self._root + "/")]
         self._sources = [_Watched(source, OutageGuard(ttl_s)) for source in sources]
         self._on_change = on_change
         self._ttl_s = ttl_s
-        self._root = root
         self._answers = answers
         self._now = now
         self._tree = Tree()

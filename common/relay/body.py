@@ -12,6 +12,7 @@ TAIL_BYTES = 2048  # a usage block is a few hundred bytes and comes last
 _COMPLETION = re.compile(rb'"(?:completion_tokens|output_tokens|eval_count)"\s*:\s*(\d{1,9})')
 _PROMPT = re.compile(rb'"(?:prompt_tokens|input_tokens|prompt_eval_count)"\s*:\s*(\d{1,9})')
 _CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,9})')
+_ERROR_EVENTS = (b'data: {"error":', b'data:{"error":')
 
 
 class Observer:
@@ -36,6 +37,11 @@ class Observer:
     def between_events(self) -> bool:
         """Whether the bytes so far end with a finished event (a blank line), so that another may follow."""
         return not self.bytes or self.tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+
+    @property
+    def told_of_error(self) -> bool:
+        """Whether the last event tells of an error: the server's own, or that of a tier below."""
+        return self.between_events and self.tail.rstrip().rpartition(b"\n\n")[2].startswith(_ERROR_EVENTS)
 
     def output_tokens(self) -> float | None:
         """Tokens of the answer: the server's own count if it gave one, else the number of events, else None."""

@@ -11,6 +11,8 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from math import inf
+from socket import SO_LINGER, SOL_SOCKET
+from struct import pack
 from typing import TYPE_CHECKING, Protocol, cast
 
 import httptools
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from common.relay.upstream import UpstreamConnection
 
 MAX_HEADERS = 256  # fields in one head; browsers and SDKs send about twenty
+LINGER_NOT = pack("ii", 1, 0)
 PIPELINED = 1  # complete requests held behind the one under way; beyond that the socket is not read
 
 
@@ -56,6 +59,7 @@ class Exchange:
         "started_wall_ns",
         "status",
         "target",
+        "until_close",
         "upstream",
     )
 
@@ -71,6 +75,7 @@ class Exchange:
         self.old = False  # HTTP/1.0
         self.close = False  # the connection ends with this answer
         self.chunked = False  # the answer is written in chunks
+        self.until_close = False  # the answer ends with the connection: its reader cannot tell a cut from an end
         self.refused: tuple[int, str] | None = None
         self.status = 0  # of the answer, 0 until its head is written
         self.started_at = 0.0
@@ -192,8 +197,8 @@ class ClientConnection(asyncio.Protocol):
 
     def expired(self, now: float) -> None:
         """A receipt, idle or write deadline has passed."""
-        if self.write_paused:
-            self.transport.abort()
+        if self.write_paused or self.transport.is_closing():
+            self.transport.abort()  # what is left is not taken
         elif self.current is not None:
             return
         elif self._parsing is None:
@@ -369,7 +374,7 @@ class ClientConnection(asyncio.Protocol):
         if exchange.close:
             self._queue.clear()
             self.transport.close()
-        if self.write_paused:
+        if exchange.close or self.write_paused:
             self.deadline = clock.now() + self.limits.write_timeout_s
         if exchange.close:
             return
@@ -403,12 +408,20 @@ class ClientConnection(asyncio.Protocol):
         exchange, self.current = self.current, None
         self._task = None
         self._queue.clear()
-        if self.write_paused:
-            last_words = b""  # nobody reads them
-        if last_words and exchange is not None:
-            if exchange.chunked:
-                last_words = b"%x\r\n%b\r\n" % (len(last_words), last_words)
-            self.transport.write(last_words)
-            self.transport.close()
-        else:
-            self.transport.abort()
+        if exchange is None or self.write_paused:  # nobody reads last words
+            self._reset()
+            return
+        if last_words:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(last_words), last_words) if exchange.chunked else last_words)
+        elif exchange.until_close:
+            self._reset()
+            return
+        self.deadline = clock.now() + self.limits.write_timeout_s
+        self.transport.close()
+
+    def _reset(self) -> None:
+        """Close with a reset, which is no end of anything; what was not sent yet is dropped."""
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None and not self.transport.is_closing():
+            sock.setsockopt(SOL_SOCKET, SO_LINGER, LINGER_NOT)
+        self.transport.abort()

@@ -73,6 +73,8 @@ class Sending:
     first_byte: Callable[[], None]
     added: bytes = b""  # header lines added to a relayed answer's head
     break_words: Callable[[Observer, str], bytes] = lambda observer, message: b""
+    tries: int = 1  # servers that may be tried behind the address, one after the other
+    slack_s: float = 0.0  # by how much every time-out is longer, so that a peer's own comes first
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -86,6 +88,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_done",
         "_future",
         "_headers",
+        "_heard",
         "_held",
         "_keep",
         "_out",
@@ -112,6 +115,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._out: list[bytes] = []
         self._collected = 0
         self._chunked = self._done = self._keep = self._until_close = self._answered = self._held = False
+        self._heard = False  # a byte came since the request was written
         self._written_at = 0.0
         self._total_deadline = inf
         self.transport: asyncio.Transport = cast("asyncio.Transport", None)
@@ -129,12 +133,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._future = loop.create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._answer = None
-        self._answered = self._done = self._chunked = self._until_close = self._held = False
+        self._answered = self._done = self._chunked = self._until_close = self._held = self._heard = False
         self._collected = 0
         self._written_at = now = clock.now()
-        limits = self._pool.limits
-        self.deadline = now + limits.first_byte_timeout_s
-        self._total_deadline = now + limits.total_timeout_s
+        self._total_deadline = now + self._pool.limits.total_timeout_s + sending.slack_s
+        self._arm(now, sending)
         sending.exchange.upstream = self
         if len(sending.body) > 16_384:
             self.transport.write(sending.head)
@@ -156,7 +159,7 @@ class UpstreamConnection(asyncio.Protocol):
         if not self.closed:
             self.transport.resume_reading()
             if self._sending is not None:
-                self._arm(clock.now())
+                self._arm(clock.now(), self._sending)
 
     def put_back(self) -> None:
         """Keep a connection on which nothing was sent."""
@@ -178,6 +181,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._parser is None or self._sending is None:
             self.transport.abort()  # a server that speaks unasked cannot be trusted with the next request
             return
+        self._heard = True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -190,7 +194,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._done:
             self._finish()
         elif self._answered and not sending.exchange.client.write_paused:
-            self._arm(clock.now())
+            self._arm(clock.now(), sending)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection ended."""
@@ -222,9 +226,10 @@ class UpstreamConnection(asyncio.Protocol):
             sending.exchange.client.transport.write(b"".join(self._out))
             self._out.clear()
 
-    def _arm(self, now: float) -> None:
-        stall = now + (self._pool.limits.stall_timeout_s if self._answered else self._pool.limits.first_byte_timeout_s)
-        self.deadline = min(stall, self._total_deadline)
+    def _arm(self, now: float, sending: Sending) -> None:
+        limits = self._pool.limits
+        silence = limits.stall_timeout_s if self._answered else limits.first_byte_timeout_s * sending.tries
+        self.deadline = min(now + silence + sending.slack_s, self._total_deadline)
 
     # -- the parser's callbacks --------------------------------------------------------------------------------------
 
@@ -274,6 +279,7 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             framing = b""
             exchange.close = exchange.close or body
+            exchange.until_close = body
         exchange.status = status
         exchange.chunked = self._chunked
         self._held = length is not None and int(length) <= HELD_BYTES
@@ -361,7 +367,7 @@ class UpstreamConnection(asyncio.Protocol):
     @property
     def lost_in_race(self) -> bool:
         """Whether this reused connection was closing already when the request was written on it."""
-        return self.reused and clock.now() - self._written_at < KEEPALIVE_RACE_S
+        return self.reused and not self._heard and clock.now() - self._written_at < KEEPALIVE_RACE_S
 
 
 class AddressPool:

@@ -5,7 +5,9 @@ Heavy imports happen inside the subcommands, so that each starts with what it ne
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Coroutine
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -136,15 +138,20 @@ def trace(
         typer.echo(line)
 
 
-def main() -> None:
-    """Entry point of the console script."""
-    from services.bench.__main__ import bench  # noqa: PLC0415
-    from services.demo.__main__ import demo  # noqa: PLC0415
-    from services.engine_sim.__main__ import command as engine  # noqa: PLC0415
+ELSEWHERE = {  # commands whose options stand in a module of their own, which takes long to import
+    "bench": ("services.bench.__main__", "bench"),
+    "demo": ("services.demo.__main__", "demo"),
+    "engine": ("services.engine_sim.__main__", "command"),
+}
 
-    app.command()(bench)
-    app.command()(demo)
-    app.command("engine")(engine)
+
+def main() -> None:
+    """Entry point of the console script. A process that is started by the dozen imports its own command only."""
+    asked = sys.argv[1] if len(sys.argv) > 1 else ""
+    here = {c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands}
+    for name, (module, function) in ELSEWHERE.items():
+        if asked == name or asked not in {*here, *ELSEWHERE}:  # the second: --help, or a slip, which lists them all
+            app.command(name)(getattr(import_module(module), function))
     app()
 
 

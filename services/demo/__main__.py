@@ -7,7 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Annotated
@@ -27,16 +27,13 @@ from services.bench import report
 from services.bench.prompts import Template
 from services.bench.replay import Progress as Counts
 from services.bench.replay import Replay, Sample
-from services.demo.layout import KILLED_INSTANCE, KILLED_REGION, MODEL, REGIONS
+from services.demo.layout import KILLED_INSTANCE, KILLED_REGION, MODEL, REGIONS, SPEED
+from services.demo.traffic import RATE, STREAM_SHARE, TIMEOUT_S, fitting, takeovers
 from services.demo.world import World, scratch
 
 REQUESTS = 300
-RATE = 12.0  # requests a second: all eighteen servers busy, two shared cores not full
-STREAM_SHARE = 0.8
-SPEED = 0.5  # of the simulated servers: at twelve requests a second they have something to share out
 KILL_AT, REVIVE_AT = 0.35, 0.65  # shares of the requests sent
 CUT_SEEN_S = 2.0  # a stream through a killed process ends within this, or it was not for the kill
-LONGEST_OUTPUT = 300  # tokens
 
 
 def demo(
@@ -67,14 +64,7 @@ def _traffic(trace: Path | None, requests: int, rate: float, seed: int) -> list[
         rows = Conversations(Random(seed), rate=rate).rows(requests)
     else:
         rows = scaled(window(read_trace(trace), 0.0, requests), rate=rate)
-    short = [row for row in rows if row.input_tokens + row.output_tokens < 8000]
-    return [_capped(row) for row in short]
-
-
-def _capped(row: TraceRow) -> TraceRow:
-    if row.output_tokens <= LONGEST_OUTPUT:
-        return row
-    return replace(row, output_tokens=LONGEST_OUTPUT)
+    return list(fitting(rows))
 
 
 async def _run(console: Console, rows: Sequence[TraceRow], speed: float, listen: int, admin: int, keep: bool) -> int:
@@ -175,7 +165,7 @@ async def _traffic_with_faults(
             bar.update(task, completed=counts.ended, description="two are dead" if down else "replaying")
 
         urls = [ports.url for ports in world.globals.values()]  # clients use the global balancer of their region
-        samples = await replay.run(rows, urls, on_progress=on_progress, timeout_s=120.0)
+        samples = await replay.run(rows, urls, on_progress=on_progress, timeout_s=TIMEOUT_S)
     await asyncio.gather(*reviving)
     return samples
 
@@ -226,11 +216,8 @@ async def _takeovers(world: World) -> Table:
     admins = {f"{tier}-{name}": ports for tier, nodes in tiers for name, ports in nodes.items()}
     async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
         for name, ports in admins.items():
-            text = (await client.get(f"{ports.admin_url}/metrics")).text
-            for line in text.splitlines():
-                if line.startswith("headwater_takeovers_total{"):
-                    stage = line.split('stage="', 1)[1].split('"', 1)[0]
-                    table.add_row(name, stage, f"{float(line.rsplit(' ', 1)[1]):.0f}")
+            for stage, count in (await takeovers(client, ports.admin_url)).items():
+                table.add_row(name, stage, str(count))
     return table
 
 

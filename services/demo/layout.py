@@ -51,6 +51,7 @@ RTT_S = {
     "eu-west": {"us-east": 0.080, "eu-west": 0.0, "ap-south": 0.120},
     "ap-south": {"us-east": 0.190, "eu-west": 0.120, "ap-south": 0.0},
 }
+SPEED = 0.5  # of the simulated servers, times life: at twelve requests a second they have something to share out
 KILLED_REGION = "eu-west"  # whose balancers are killed under load
 KILLED_INSTANCE = ("us-east", "us-east-a", "us-east-a-1-h100")
 

@@ -29,13 +29,15 @@ from common.errors import ConfigError, LeaseLost, StoreUnavailable
 log = structlog.get_logger()
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 RETRY_S: Final = (0.05, 1.0)  # first and longest pause between attempts while etcd is out of reach
 SLACK_S: Final = 0.1
+LOGIN_TIMEOUT_S: Final = 3.0  # etcd hashes the password, which takes it 0.1 s of CPU time
 MESSAGE_BYTES: Final = 256 << 20  # a listing of 500,000 instances; gRPC's own bound of 4 MiB is met at 10,000
 
-# A watch or a renewal must not be served by a member that has lost its cluster: with this etcd ends them by itself.
-REQUIRE_LEADER: Final = (("hasleader", "true"),)
+# Nothing is to be served by a member that has lost its cluster: with this etcd says so at once, and ends watches.
+_REQUIRE_LEADER: Final = (("hasleader", "true"),)
 
 _NO_ANSWER: Final = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
 # What etcd says when a token has expired, was issued before a restart, or before roles changed.
@@ -72,16 +74,33 @@ class _TokenRefused(StoreUnavailable):
     """The token is not accepted: authenticate again."""
 
 
+class _LoginPending(StoreUnavailable):
+    """Authentication took more than the time there was, and goes on."""
+
+
 class Link:
     """One connection to one member, with the token it was given."""
 
     def __init__(self, url: str, tls: EtcdTls) -> None:
-        self.metadata: tuple[tuple[str, str], ...] = ()
+        self.token = ""
+        self.login: asyncio.Task[None] | None = None
         self.channel = _channel(url, tls)
         self.kv = rpc.KVStub(self.channel)
         self.lease = rpc.LeaseStub(self.channel)
         self.watch = rpc.WatchStub(self.channel)
         self.auth = rpc.AuthStub(self.channel)
+        # A stream by its definition. Called as what it is used for, one request and one reply, it is the same on the
+        # wire, has a deadline that holds, and leaves none of the tasks behind that gRPC forgets with broken streams.
+        self.keep_alive = self.channel.unary_unary(
+            "/etcdserverpb.Lease/LeaseKeepAlive",
+            request_serializer=rpc.LeaseKeepAliveRequest.SerializeToString,
+            response_deserializer=rpc.LeaseKeepAliveResponse.FromString,
+        )
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """To be sent with every call."""
+        return (*_REQUIRE_LEADER, ("token", self.token)) if self.token else _REQUIRE_LEADER
 
 
 Method = Callable[[Link], Any]
@@ -120,26 +139,6 @@ class Client:
 
         return await self._attempts(attempt, timeout_s)
 
-    async def keep_alive(self, lease_id: int, timeout_s: float) -> int:
-        """Renew a lease: the seconds it has from then on, 0 or less if etcd does not know it. Raises StoreUnavailable.
-
-        Each renewal is a stream of its own, so nothing half dead is left for the next one to rely on.
-        """
-
-        async def attempt(link: Link, left_s: float) -> int:
-            with mapped():
-                requests = [rpc.LeaseKeepAliveRequest(ID=lease_id)]
-                call = link.lease.LeaseKeepAlive(requests, timeout=left_s, metadata=(*REQUIRE_LEADER, *link.metadata))
-                try:
-                    answer = await call.read()
-                finally:
-                    call.cancel()
-            if answer is grpc.aio.EOF:
-                raise Unreachable("etcd ended the renewal")
-            return int(answer.TTL)
-
-        return await self._attempts(attempt, timeout_s)
-
     async def link(self, timeout_s: float) -> Link:
         """The link in use, authenticated. Raises StoreUnavailable."""
         if self.closed:
@@ -147,11 +146,21 @@ class Client:
         if self._current is None:
             self._current = Link(self._urls[self._turn % len(self._urls)], self._tls)
         link = self._current
-        if self._user and not link.metadata:
-            request = rpc.AuthenticateRequest(name=self._user, password=self._password)
-            answer = await _unary(link.auth.Authenticate, link, request, timeout_s)
-            link.metadata = (("token", answer.token),)
+        if self._user and not link.token:
+            # One for all who wait: it costs etcd a password hash, and may take longer than some of them have.
+            if link.login is None or link.login.done():
+                link.login = asyncio.create_task(self._login(link))
+                link.login.add_done_callback(retrieve)
+            await asyncio.wait({link.login}, timeout=timeout_s)
+            if not link.login.done():
+                raise _LoginPending("etcd: authentication is under way")
+            link.login.result()
         return link
+
+    async def _login(self, link: Link) -> None:
+        request = rpc.AuthenticateRequest(name=self._user, password=self._password)
+        answer = await _unary(link.auth.Authenticate, link, request, LOGIN_TIMEOUT_S)
+        link.token = str(answer.token)
 
     def drop(self, link: Link | None) -> None:
         """Never use a link again; what is under way on it fails, and is tried on the next."""
@@ -173,9 +182,7 @@ class Client:
     async def _attempts(self, attempt: Callable[[Link, float], Awaitable[T]], timeout_s: float) -> T:
         deadline = now() + timeout_s
         error: StoreUnavailable = Unreachable("etcd: no time left")
-        for _ in range(
-            len(self._urls) + 1
-        ):  # each member once, and one more for a new token or a link dropped by others
+        for _ in range(len(self._urls) + 1):  # one more, for a token renewed or a link that another call dropped
             if now() >= deadline:
                 break
             link: Link | None = None
@@ -184,12 +191,15 @@ class Client:
                 async with asyncio.timeout(deadline - now() + SLACK_S):
                     link = await self.link(deadline - now())
                     answer = await attempt(link, max(deadline - now(), 0.001))
+            except _LoginPending as pending:
+                error = bare(pending)
             except _TokenRefused as refused:
-                error = refused
+                error = bare(refused) if self._user else Refused(str(refused))
                 if link is not None:
-                    link.metadata = ()
+                    link.token = ""
             except (Unreachable, TimeoutError) as unreachable:
-                error = unreachable if isinstance(unreachable, Unreachable) else Unreachable("etcd: no answer in time")
+                late = Unreachable("etcd: no answer in time")
+                error = bare(unreachable) if isinstance(unreachable, Unreachable) else late
                 self.drop(link or self._current)
             except Refused as refused:
                 self._note_refusal(refused)
@@ -197,7 +207,10 @@ class Client:
             else:
                 self._note(None)
                 return answer
-        self._note(error)
+        if isinstance(error, Refused):
+            self._note_refusal(error)
+        else:
+            self._note(error)
         raise error
 
     def _note(self, error: StoreUnavailable | None) -> None:
@@ -250,6 +263,18 @@ def mapped() -> Iterator[None]:
         if task is not None and task.cancelling():
             raise
         raise Unreachable("etcd: the connection was closed") from None
+
+
+def bare(error: E) -> E:
+    """The error without its frames, which would keep gRPC's call and its TCP connection until garbage is collected."""
+    error.__context__ = None
+    return error.with_traceback(None)
+
+
+def retrieve(task: asyncio.Task[Any]) -> None:
+    """For tasks that nobody may wait for any more: their failure is no news then."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _translated(code: grpc.StatusCode, details: str) -> LeaseLost | StoreUnavailable:

@@ -26,6 +26,7 @@ WRITES_AT_ONCE: Final = 32  # pipelined on the connection
 _TXN: Final[Method] = lambda link: link.kv.Txn  # noqa: E731 - names for calls
 _GRANT: Final[Method] = lambda link: link.lease.LeaseGrant  # noqa: E731
 _REVOKE: Final[Method] = lambda link: link.lease.LeaseRevoke  # noqa: E731
+_KEEP_ALIVE: Final[Method] = lambda link: link.keep_alive  # noqa: E731
 _TIME_TO_LIVE: Final[Method] = lambda link: link.lease.LeaseTimeToLive  # noqa: E731
 
 
@@ -125,11 +126,11 @@ class EtcdLease:
         """Renew, then compare the keys that the lease holds with those it should. Raises StoreError."""
         timeout_s = min(self._timeout_s, self._ttl_s / 6)  # some attempts must fit between the first and the expiry
         asked_at = now()
-        ttl_s = await self._client.keep_alive(self._id, timeout_s)
-        if ttl_s <= 0:
+        renewed = await self._client.call(_KEEP_ALIVE, rpc.LeaseKeepAliveRequest(ID=self._id), timeout_s)
+        if renewed.TTL <= 0:  # etcd does not know it
             self._lost()
             return
-        self._renew_at = renew_at(asked_at, ttl_s)
+        self._renew_at = renew_at(asked_at, renewed.TTL)
         self._postponed.clear()
         request = rpc.LeaseTimeToLiveRequest(ID=self._id, keys=True)
         held = await self._client.call(_TIME_TO_LIVE, request, timeout_s)

@@ -12,7 +12,7 @@ from aetcd import rpc
 from common.clock import now
 from common.errors import StoreError, StoreUnavailable
 from common.store.base import Snapshot
-from common.store.etcd.client import RETRY_S, Client, EtcdTls, Link, Method, Pauses, Unreachable
+from common.store.etcd.client import RETRY_S, Client, EtcdTls, Link, Method, Pauses, Refused, Unreachable
 from common.store.etcd.lease import EtcdLease
 from common.store.etcd.watch import Stream, View
 
@@ -100,9 +100,11 @@ class EtcdMembershipStore:
             try:
                 request = rpc.RangeRequest(key=b"/headwater", count_only=True)
                 await self._client.call(_RANGE, request, max(deadline - now(), 0.001))
-            except Unreachable as error:
+            except Refused:
+                raise
+            except StoreUnavailable:
                 if now() + RETRY_S[0] > deadline:
-                    raise StoreUnavailable(str(error)) from None
+                    raise
                 await pauses.next(deadline)
             else:
                 return

@@ -14,8 +14,9 @@ import grpc.aio
 from aetcd import rpc
 
 from common.clock import now
+from common.errors import StoreError
 from common.store.base import Snapshot
-from common.store.etcd.client import REQUIRE_LEADER, Link, Refused, Unreachable, mapped
+from common.store.etcd.client import Link, Refused, Unreachable, bare, mapped, retrieve
 
 COALESCE_S: Final = 0.02  # events within this share a snapshot: 50 rebuilds a second at most, for 20 ms of delay
 
@@ -67,7 +68,7 @@ class Stream:
     """One watch call on one link, from the revision after the view's."""
 
     def __init__(self, link: Link, view: View, check_interval_s: float) -> None:
-        self._call = link.watch.Watch(metadata=(*REQUIRE_LEADER, *link.metadata))
+        self._call = link.watch.Watch(metadata=link.metadata)
         self._floor = view.revision
         self._create = rpc.WatchCreateRequest(
             key=view.key, range_end=view.end, start_revision=view.revision + 1, fragment=True
@@ -101,8 +102,9 @@ class Stream:
         return responses
 
     def close(self) -> None:
-        """End the call."""
+        """End the call, and let go of it: a call that is only cancelled keeps its TCP connection open."""
         self._call.cancel()
+        self._call = None
         if self._read is not None:
             self._read.cancel()
 
@@ -110,19 +112,24 @@ class Stream:
         """One response, None if there is none in time. The read goes on then: to cancel it would end the call."""
         if self._read is None:
             self._read = asyncio.create_task(self._receive())
-            self._read.add_done_callback(_retrieve)
+            self._read.add_done_callback(retrieve)
         await asyncio.wait({self._read}, timeout=timeout_s)
         if not self._read.done():
             return None
         read, self._read = self._read, None
-        return read.result()
+        response = read.result()
+        if isinstance(response, StoreError):
+            raise response
+        return response
 
     async def _receive(self) -> Any:
-        with mapped():
-            response = await self._call.read()
-        if response is grpc.aio.EOF:
-            raise Unreachable("etcd ended the watch stream")
-        return response
+        """The next response, or the error that ended the stream (as a value: see `bare`)."""
+        try:
+            with mapped():
+                response = await self._call.read()
+        except StoreError as error:
+            return bare(error)
+        return Unreachable("etcd ended the watch stream") if response is grpc.aio.EOF else response
 
     async def _write(self, request: Any) -> None:
         try:
@@ -131,9 +138,3 @@ class Stream:
                     await self._call.write(request)
         except TimeoutError:
             raise Unreachable("etcd: the watch takes no requests") from None
-
-
-def _retrieve(task: asyncio.Task[Any]) -> None:
-    """A read that fails after nobody waits for it any more is no news."""
-    if not task.cancelled():
-        task.exception()

@@ -13,6 +13,7 @@ import structlog
 
 from common.errors import ConfigError
 from common.membership import Membership, Source
+from common.store.base import Snapshot
 from common.store.etcd import EtcdMembershipStore
 from common.store.memory import MemoryMembershipStore
 from common.types import Endpoint, Path, Peer, Phase, Pool
@@ -210,20 +211,21 @@ async def test_the_tree_is_for_people() -> None:
 
 
 async def test_a_change_among_a_thousand_instances_is_cheap() -> None:
-    store, told = MemoryMembershipStore(), Told()
-    async with running(Membership(store, on_change=told)) as one:
-        for n in range(1000):
-            await one.register_instance((f"r{n % 4}", f"c{n % 20}"), instance(f"i{n}", models=frozenset({"x", "y"})))
+    store = MemoryMembershipStore()
+    one = Membership(store)
+    for n in range(1000):
+        await one.register_instance((f"r{n % 4}", f"c{n % 20}"), instance(f"i{n}", models=frozenset({"x", "y"})))
+    async with running(one):
         await settled(lambda: sum(len(p.endpoints) for path, p in one.pools.items() if len(path) == 2) == 1000)
+        (source,) = one._sources
+        key = "/headwater/regions/r0/clusters/c0/instances/i0"
         best = 1.0
-        for source in one._sources:
-            for n in range(5):
-                key = "/headwater/regions/r0/clusters/c0/instances/i0"
-                value = source.snapshot.values[key].replace(b'"weight":1.0', b'"weight":%d' % (n + 2))
-                source.snapshot = type(source.snapshot)({**source.snapshot.values, key: value}, n)
-                begin = time.perf_counter()
-                one._refresh()
-                best = min(best, time.perf_counter() - begin)
+        for n in range(10):
+            value = source.snapshot.values[key].replace(b'"weight":', b'"weight":1')
+            source.snapshot = Snapshot({**source.snapshot.values, key: value}, n)
+            begin = time.perf_counter()
+            one._refresh()
+            best = min(best, time.perf_counter() - begin)
         assert best < 0.02
 
 
@@ -236,20 +238,21 @@ async def test_with_a_real_etcd_paused_and_emptied() -> None:
         stores.append(EtcdMembershipStore([etcd.url], timeout_s=0.5, check_interval_s=0.2))
         return stores[-1]
 
-    async with EtcdServer() as etcd, running(Membership(store(etcd), on_change=told, ttl_s=2.0)):
+    async with EtcdServer() as etcd, running(Membership(store(etcd), on_change=told, ttl_s=5.0)):
         agents = [Membership(store(etcd), ttl_s=1.0) for _ in range(6)]
         for n, agent in enumerate(agents):
             await agent.register_instance(A, instance(f"i{n}"))
         await settled(lambda: len(told.ids(A)) == 6)
         first = len(told.all)
         etcd.pause()
-        await asyncio.sleep(2.5)
+        await settled(lambda: told.all[-1][A].stale, 5.0)
+        await asyncio.sleep(1.2)
         etcd.resume()
-        await settled(lambda: not told.all[-1][A].stale, 4.0)
-        await settled(lambda: _all_there(etcd), 4.0)
+        await settled(lambda: not told.all[-1][A].stale, 10.0)
+        await settled(lambda: _all_there(etcd), 10.0)
         await etcd.restart(empty=True)
-        await settled(lambda: _all_there(etcd), 4.0)
-        await settled(lambda: not told.all[-1][A].stale, 4.0)
+        await settled(lambda: _all_there(etcd), 10.0)
+        await settled(lambda: not told.all[-1][A].stale, 10.0)
         assert {len(pools[A].endpoints) for pools in told.all[first:]} == {6}
         await asyncio.gather(*(agent.close() for agent in agents))
         for s in stores[1:]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
@@ -45,6 +45,7 @@ def test_keys_are_those_of_the_design(key: str, place: Place) -> None:
     assert place_of("/headwater", key) == place
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(NAMES, max_size=2).map(tuple), NAMES, st.booleans())
 def test_a_key_says_what_it_was_made_of(path: Path, id_: str, instance: bool) -> None:
     place = Place(path, id_, instance=instance and len(path) == 2)
@@ -131,6 +132,7 @@ def test_a_value_that_cannot_be_used_is_refused(change: dict[str, Any]) -> None:
         decode(Place(("eu", "a"), "i1", instance=True), json.dumps(value).encode())
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_and_nothing_worse(value: bytes) -> None:
     for place in (Place((), "b1"), Place(("eu", "a"), "i1", instance=True)):

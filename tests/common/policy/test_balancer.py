@@ -107,6 +107,18 @@ def test_a_first_token_that_is_told_twice_counts_once() -> None:
     assert sums(balancer.candidates["a"]) == before
 
 
+def test_only_the_first_of_them_is_the_time_to_the_first_token() -> None:
+    def learned(*told: float) -> float:
+        balancer = balancer_of(instance("a", capacity=ROUND))
+        pick = picked(balancer)
+        for at in told:
+            balancer.first_token(pick.reservation, at)
+        done(balancer, pick, 1.0, Outcome.SUCCESS)
+        return balancer.candidates["a"].own[0].speed.prefill_tokens_per_s
+
+    assert learned(0.05, 0.9) == learned(0.05) != learned(0.9)
+
+
 def test_rounding_leaves_nothing_behind() -> None:
     balancer = balancer_of(region("c1", ("h100", 3), ("l4", 7)), parent=("eu",))
     rng = Random(3)
@@ -167,6 +179,14 @@ def test_an_answer_in_one_piece_is_taken_for_begun_when_its_first_token_was_due(
     assert sums(candidate) == (1, 0, 0, 450, 100)
     done(balancer, pick, due + 1.0, Outcome.SUCCESS, output_tokens=100)
     assert sums(candidate) == (0, 0, 0, 0, 0)
+
+
+def test_an_answer_in_one_piece_that_comes_early_counts_once() -> None:
+    balancer = balancer_of(instance("a"))
+    pick = picked(balancer, ask(stream=False), now=10.0)
+    balancer.first_token(pick.reservation, 10.0)
+    balancer.quote(1_000.0)
+    assert sums(balancer.candidates["a"]) == (1, 0, 0, 450, 100)
 
 
 def test_a_streamed_answer_is_not_taken_for_begun_before_it_has() -> None:
@@ -923,7 +943,7 @@ class LifeOfRegions(Life):
     parent = ()
 
 
-bounds = settings(max_examples=60, stateful_step_count=40, deadline=None)
+bounds = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestLife = Life.TestCase
 TestLife.settings = bounds
 TestLifeOfRegions = LifeOfRegions.TestCase
