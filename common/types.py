@@ -231,7 +231,10 @@ class Pick(NamedTuple):
 
 
 class Shed(NamedTuple):
-    """Refuse it. `reason` is saturated, no_endpoints, model_not_found or too_large; `filters`: how many each one removed."""
+    """Refuse it. `reason` is saturated, no_endpoints, model_not_found or too_large.
+
+    `filters` has how many candidates each filter removed, in order.
+    """
 
     reason: str
     retry_after_s: float | None = None

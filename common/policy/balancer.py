@@ -215,7 +215,7 @@ class Balancer:
         elif min(totals) == inf:
             return self._unfit(request, candidates)
         if len(candidates) > 1:
-            chosen = candidates[self.policy.picker(totals, rng)]
+            chosen = candidates[self.policy.picker(candidates, totals, rng)]
         terms, reservation = self._reserve(chosen, request, now)
         if terms is UNFIT and len(candidates) == 1:
             self.release(reservation, Outcome.IGNORED, now)
@@ -303,6 +303,8 @@ class Balancer:
         `output_tokens` is what came back, None if unknown. `unreachable`: no connection could be made.
         `retry_after_s`: the endpoint refused for load and asked for this long a pause.
         """
+        if self._unseen:
+            self._settle(now)
         held = self._held.pop(reservation.id)
         c, s = held.candidate, held.server
         if c.in_flight >= c.max_in_flight:

@@ -56,6 +56,7 @@ class Candidate:
         "phase",
         "pool_alike",
         "quoted",
+        "quotes_nothing",
         "report",
         "report_at",
         "round_trip",
@@ -77,6 +78,7 @@ class Candidate:
         self.report: LoadReport | None = None
         self.report_at = 0.0
         self.quoted: list[Server] = []
+        self.quotes_nothing = False  # its last report said that no server below it takes work
         self.sent: deque[tuple[float, InferenceRequest]] = deque(maxlen=SENT_KEPT)
         self.foreign = Ewma(half_life_s=2.0)
         self.foreign_seen = 0.0
@@ -101,13 +103,20 @@ class Candidate:
         """The pool's new word on this endpoint. Learned state stays, unless another process answers there now."""
         old, self.endpoint = self.endpoint, endpoint
         self.phase = endpoint.phase
-        if (old.boot, old.gpu, old.fleet, old.capacity) != (
-            endpoint.boot,
-            endpoint.gpu,
-            endpoint.fleet,
-            endpoint.capacity,
-        ):
+        if (old.boot, old.gpu, old.capacity) != (endpoint.boot, endpoint.gpu, endpoint.capacity):
             self._restart(endpoint)
+        elif old.fleet != endpoint.fleet:
+            self._regroup(endpoint)
+
+    def _regroup(self, endpoint: Endpoint) -> None:
+        """Servers joined or left below a region or cluster: classes that were there keep what is under way on them."""
+        kept = {s.gpu: (s, e) for s, e in zip(self.own, self.estimates, strict=True)}
+        self._restart(endpoint)
+        for i, fresh in enumerate(self.own):
+            if fresh.gpu in kept:
+                self.own[i], self.estimates[i] = kept[fresh.gpu]
+                self.own[i].counts(fresh.count)
+        self.server = self.own[0]
 
     # -- what it costs -----------------------------------------------------------------------------------------------
 
@@ -123,7 +132,9 @@ class Candidate:
 
     def fresh(self, now: float) -> bool:
         """Whether what is known of its load may be believed; of an instance our own count always is."""
-        return self.depth == 2 or (bool(self.quoted) and now - self.report_at < QUOTE_STALE_S)
+        if self.depth == 2:
+            return True
+        return (bool(self.quoted) or self.quotes_nothing) and now - self.report_at < QUOTE_STALE_S
 
     def uncached_tokens(self, request: InferenceRequest) -> float:
         """Prompt tokens it would have to read: all but what the session left there."""
@@ -136,8 +147,10 @@ class Candidate:
         self, request: InferenceRequest, now: float, *, blind: bool = False
     ) -> tuple[float, Server, Terms, float]:
         """(seconds, server, terms, uncached tokens) of the server below it on which the request costs least."""
-        servers = self.own if blind or self.depth == 2 or not self.quoted else self.quoted
         uncached = self.uncached_tokens(request)
+        if self.quotes_nothing and not blind:
+            return (inf, self.server, UNFIT, uncached)
+        servers = self.own if blind or self.depth == 2 or not self.quoted else self.quoted
         best: tuple[float, Server, Terms, float] | None = None
         for s in servers:
             if s.models and request.model and request.model not in s.models:
@@ -150,7 +163,7 @@ class Candidate:
 
     def offers(self, request: InferenceRequest) -> bool:
         """Whether a server below it, as last quoted, has the model; a quote leaves out what takes no work."""
-        servers = self.quoted or self.own
+        servers = () if self.quotes_nothing else self.quoted or self.own
         return any(not s.models or not request.model or request.model in s.models for s in servers)
 
     def price_usd(self, request: InferenceRequest, now: float) -> float:
@@ -172,14 +185,13 @@ class Candidate:
         if self.depth == 2:
             self._count_foreign(report, now)
             return
-        if not report.servers:
-            return
+        self.quotes_nothing = not report.servers
         self.quoted = [Server.of(load, now) for load in report.servers]
         # A pick is in the quote if it arrived there before the quote was made: both ways of the network lie between.
         contained_until = self.report_at - self.round_trip_s
         while self.sent and self.sent[0][0] <= contained_until:
             self.sent.popleft()
-        for _, request in self.sent:
+        for _, request in self.sent if self.quoted else ():
             _, server, _, uncached = self.cheapest(request, now)
             server.dispatched(uncached, request.output_tokens, now)
 

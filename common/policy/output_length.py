@@ -12,7 +12,7 @@ from math import log2
 class OutputLength:
     """Expected output tokens by (model, tenant, prompt bucket), backing off to coarser keys; O(1), bounded.
 
-    A key's mean forgets over about `MEMORY` samples. Keys beyond `max_keys` share the coarser means there are.
+    A key's mean forgets over about `MEMORY` samples. Beyond `max_keys` the key that was made first gives way.
     """
 
     MEMORY = 500
@@ -46,8 +46,8 @@ class OutputLength:
         for key in self._keys(model, tenant, input_tokens):
             mean = self._means.get(key)
             if mean is None:
-                if key and len(self._means) >= self.max_keys:
-                    continue
+                if len(self._means) >= self.max_keys:
+                    del self._means[next(iter(self._means))]
                 mean = self._means[key] = [0.0, 0.0]
             mean[0] = min(mean[0] + 1.0, self.MEMORY)
             mean[1] += (output_tokens - mean[1]) / mean[0]

@@ -112,6 +112,15 @@ class Server:
         self.speed = speed
         self._costs = None
 
+    def counts(self, count: int) -> None:
+        """There are more or fewer such servers now: what is under way spreads over them."""
+        if count != self.count:
+            scale = self.count / count
+            self.count = count
+            self.n, self.w, self.p = self.n * scale, self.w * scale, self.p * scale
+            self.k, self.r = self.k * scale, self.r * scale
+            self._costs = None
+
     def prefill_share(self, now: float) -> float:
         """Fraction of time spent on prompts of late (φ), at most MAX_SHARE: faded sum of p/r over SHARE_S."""
         if self._share == 0.0:
