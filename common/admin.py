@@ -18,7 +18,8 @@ from prometheus_client import generate_latest
 
 from common import clock
 from common.balancing import Balancing
-from common.policy.balancer import Balancer, Candidate
+from common.policy.balancer import Balancer
+from common.policy.candidate import Candidate
 from common.spans import Span, spans_of
 from common.telemetry import Telemetry, access_line
 from common.types import Path, Tier

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from random import Random
 
 from common import clock
-from common.policy.balancer import Balancer, Limits, Policy
+from common.policy.balancer import Balancer, Policy
+from common.policy.candidate import Limits
 from common.policy.health import Breaker
 from common.policy.stages import Route, descend
 from common.types import (

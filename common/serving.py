@@ -29,7 +29,7 @@ from common.errors import (
     UpstreamError,
 )
 from common.policy.admission import RetryBudget
-from common.policy.prediction import OutputLength
+from common.policy.output_length import OutputLength
 from common.policy.stages import Route
 from common.records import AttemptRecord, Ending, RequestRecord, StageRecord
 from common.relay import heads

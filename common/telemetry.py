@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -25,16 +26,18 @@ TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 TOTAL_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 MODEL_LABELS = 200  # distinct model labels; further ones are counted as "other"
 LOG_FLUSH_S = 0.2  # access-log lines are written together this often
+LOG_CLOSE_S = 1.0  # a log that is not read is left behind after this
 LOG_PENDING = 10_000  # lines kept while the log cannot be written; older ones are dropped and counted
 
 
 class AccessLog:
-    """One JSON line a request, written in batches by the event loop's timer."""
+    """One JSON line a request, written in batches by a thread: a log that is read slowly holds no request up."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._lines: list[bytes] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._writing: Thread | None = None
         self.dropped = 0
 
     def write(self, record: RequestRecord) -> None:
@@ -44,20 +47,36 @@ class AccessLog:
             return
         self._lines.append(msgspec.json.encode(access_line(record)))
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOG_FLUSH_S, self.flush)
+            self._timer = asyncio.get_running_loop().call_later(LOG_FLUSH_S, self._flush_behind)
 
-    def flush(self) -> None:
-        """Write what is queued."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _flush_behind(self) -> None:
+        self._timer = None
+        if self._writing is None or not self._writing.is_alive():
+            self._hand_over()
+        elif self._lines:
+            self._timer = asyncio.get_running_loop().call_later(LOG_FLUSH_S, self._flush_behind)
+
+    def _hand_over(self) -> None:
         lines, self._lines = self._lines, []
-        if not lines:
-            return
+        if lines:
+            # A daemon, so that a process can leave although nobody reads its log.
+            self._writing = Thread(target=self._write, args=(lines,), name="access-log", daemon=True)
+            self._writing.start()
+
+    def _write(self, lines: list[bytes]) -> None:
         try:
             os.write(self._fd, b"\n".join(lines) + b"\n")
         except OSError:
             self.dropped += len(lines)  # a full or closed log must not end requests; the counter tells
+
+    def flush(self) -> None:
+        """Write what is queued, waiting for at most LOG_CLOSE_S."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._hand_over()
+        if self._writing is not None:
+            self._writing.join(LOG_CLOSE_S)
 
 
 def access_line(r: RequestRecord) -> dict[str, Any]:

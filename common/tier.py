@@ -25,7 +25,8 @@ from common.config import TierConfig
 from common.errors import ConfigError, ConnectFailed, Saturated, StoreUnavailable
 from common.local import local_app
 from common.membership import Membership
-from common.policy.balancer import Limits, Policy
+from common.policy.balancer import Policy
+from common.policy.candidate import Limits
 from common.policy.stages import POLICIES, policy_named
 from common.quotes import Quotes
 from common.relay.asgi import AsgiApp, answer_with
@@ -200,7 +201,8 @@ class TierProcess:
             raise ConfigError(f"etcd.urls: the route key cannot be read: {error}") from None
 
     def _policy(self, path: Path) -> Policy:
-        return policy_named(self.config.policy.name, self.config.policy.price_weight_s_per_usd)
+        policy = self.config.policy
+        return policy_named(policy.name, policy.price_weight_s_per_usd, Tier.of(path))
 
     async def _start_admin(self) -> None:
         host, port = _split(self.config.admin)

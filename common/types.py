@@ -6,8 +6,10 @@ unless a name says otherwise, prices are US dollars. `None` means unknown, which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import NamedTuple
 
 Path = tuple[str, ...]
 """Where in the tree: () is everything, (region,) one region, (region, cluster) one cluster."""
@@ -186,8 +188,7 @@ class InferenceRequest:
     slo: Slo = field(default_factory=Slo)
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(NamedTuple):
     """Capacity held by one pick; released exactly once, with an Outcome."""
 
     id: int
@@ -195,8 +196,7 @@ class Reservation:
     parent: Path
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
+class Score(NamedTuple):
     """One candidate's cost in a decision: the total and its terms, in seconds (or in the policy's own unit)."""
 
     endpoint: str
@@ -204,24 +204,36 @@ class Score:
     terms: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Pick:
-    """Send it to `endpoint`. `scores` has every candidate that was scored; `terms` names their columns."""
+class Pick(NamedTuple):
+    """Send it to `endpoint`. The columns have one cost for each of `candidates`, one column a term that differs."""
 
     endpoint: Endpoint
     reservation: Reservation
     policy: str
-    terms: tuple[str, ...] = ()
-    scores: tuple[Score, ...] = ()
+    candidates: tuple[str, ...]  # ids of those that qualified
+    totals: Sequence[float]
+    columns: tuple[tuple[str, Sequence[float]], ...]  # (term, one cost a candidate); what is zero for all is left out
     predicted_ttft_s: float | None = None
     predicted_total_s: float | None = None
 
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """The same, candidate by candidate."""
+        return tuple(
+            Score(id_, self.totals[i], tuple(column[i] for _, column in self.columns))
+            for i, id_ in enumerate(self.candidates)
+        )
 
-@dataclass(frozen=True, slots=True)
-class Shed:
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        return tuple(name for name, _ in self.columns)
+
+
+class Shed(NamedTuple):
     """Refuse it. `reason` is saturated, no_endpoints, model_not_found or too_large.
 
-    `filters` says how many candidates each one removed.
+    `filters` has how many candidates each filter removed, in order.
     """
 
     reason: str

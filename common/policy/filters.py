@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from common.types import InferenceRequest, Phase
 
 if TYPE_CHECKING:
-    from common.policy.balancer import Candidate
+    from common.policy.candidate import Candidate
 
 Filter = Callable[[InferenceRequest, "Sequence[Candidate]", float], "list[Candidate]"]
 """(request, candidates, now) -> those that stay, in the same order."""

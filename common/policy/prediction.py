@@ -1,23 +1,24 @@
 """How long a request will take on a server, and how much longer it makes everybody else's: seconds, in closed form.
 
 The unit is a server's engine loop (continuous batching, chunked prefill): one step takes α + β·n + γ·K seconds for n
-sequences with K tokens of context, and prompts are read at r tokens a second in between. From five sums over what is
-under way (n, w, P, K, R: see `Server`) `marginal_cost` says what one more request costs itself and the others.
+sequences with K tokens of context, and prompts are read at r tokens a second in between. From the sums over what is
+under way (`server`) the functions here say what one more request costs itself and the others.
 Why marginal: in a batching server a request's own time hardly depends on the load, so sending each where *it* ends
 first piles everything on the fastest GPU; what grows is the step time of those already there.
 
-Left to others: which candidates qualify (`filters`), what else counts (`scorers`: round trip, price).
+Left to others: which candidates qualify (`filters`), what else counts (`scorers`: round trip, price), how fast a server
+is (`speed`), how long an answer will be (`output_length`).
 Source: the batching model of Orca (OSDI '22) and Sarathi-Serve (arXiv 2403.02310); charging each request the delay it
-imposes is Pigou's externality; output length by prompt bucket is S3 (arXiv 2306.06000) reduced to running means.
+imposes is Pigou's externality.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import ceil, exp, log, log2
+from math import ceil, exp, inf, log1p
 from typing import NamedTuple
 
-from common.types import ServerLoad, Speed
+from common.policy.server import MAX_SHARE, SHARE_S, Costs, Server
+from common.types import Slo, Speed
 
 # Priors of an 8B model: α = weight bytes and γ = KV bytes of a token over 0.7 of the data sheet's memory bandwidth,
 # r = 0.4-0.5 of peak FLOPS over the FLOPs of a token, β = 1/r (a decoded token costs the arithmetic of a read one).
@@ -45,214 +46,108 @@ class Terms(NamedTuple):
     decode: float  # its output after that
     others: float  # the delay it adds to those already there
 
-
-class Server:
-    """What is under way on one server (or on the mean one of `count` like servers), kept by dead reckoning.
-
-    n decoding, w waiting or prefilling, P prompt tokens sent and not yet prefilled, K context tokens resident,
-    R predicted output tokens still to come. Each event is O(1); no engine is polled.
-    """
-
-    __slots__ = ("count", "gpu", "k", "models", "n", "p", "price_usd_per_hour", "r", "share_", "share_at", "speed", "w")
-
-    def __init__(self, speed: Speed, gpu: str = "", count: int = 1, price_usd_per_hour: float = 0.0) -> None:
-        self.speed = speed
-        self.gpu = gpu
-        self.count = count
-        self.price_usd_per_hour = price_usd_per_hour
-        self.models: frozenset[str] = frozenset()
-        self.n = self.w = self.p = self.k = self.r = 0.0
-        self.share_ = 0.0
-        self.share_at = 0.0
-
-    @classmethod
-    def of(cls, load: ServerLoad, now: float) -> Server:
-        """A server as a quote describes it, as of `now`."""
-        s = cls(load.speed, load.gpu, load.count, load.price_usd_per_hour)
-        s.models = load.models
-        s.n, s.w, s.p = load.decoding, load.waiting, load.prompt_tokens
-        s.k, s.r = load.context_tokens, load.remaining_tokens
-        s.share_, s.share_at = load.prefill_share, now
-        return s
-
-    def load(self, now: float) -> ServerLoad:
-        """The same as a value, to be quoted."""
-        return ServerLoad(
-            self.speed,
-            self.gpu,
-            self.count,
-            self.n,
-            self.w,
-            self.p,
-            self.k,
-            self.r,
-            self.prefill_share(now),
-            self.price_usd_per_hour,
-            self.models,
-        )
-
-    def prefill_share(self, now: float) -> float:
-        """Fraction of time spent on prompts of late (φ), at most 0.9: faded sum of p/r over SHARE_S."""
-        if self.share_ == 0.0:
-            return 0.0
-        return min(0.9, self.share_ * exp(-max(0.0, now - self.share_at) / SHARE_S))
-
-    def dispatched(self, prompt: float, output: float, now: float) -> None:
-        """A request with `prompt` uncached tokens and `output` predicted ones was sent."""
-        per = 1.0 / self.count
-        self.w += per
-        self.p += prompt * per
-        self.r += output * per
-        self.share_ = self.prefill_share(now) + prompt * per / (self.speed.prefill_tokens_per_s * SHARE_S)
-        self.share_at = now
-
-    def first_token(self, prompt: float, context: float) -> None:
-        """Its first token came: its prompt is read and `context` tokens are resident."""
-        per = 1.0 / self.count
-        self.w -= per
-        self.n += per
-        self.p -= prompt * per
-        self.k += context * per
-
-    def ended(self, prompt: float, output: float, context: float, *, decoding: bool) -> None:
-        """It is over, whether it had begun to decode or not."""
-        per = 1.0 / self.count
-        if decoding:
-            self.n -= per
-            self.k -= context * per
-        else:
-            self.w -= per
-            self.p -= prompt * per
-        self.r -= output * per
-
-    def emptied(self) -> None:
-        """Nothing is under way: the sums are exactly zero again, whatever rounding left in them."""
-        self.n = self.w = self.p = self.k = self.r = 0.0
+    @property
+    def total(self) -> float:
+        """Seconds by which everybody's completion together comes later."""
+        return self.ttft + self.decode + self.others
 
 
-SHARE_S = 10.0  # φ looks back ten seconds: several prompts of a busy server, and short against a load change
+UNFIT = Terms(inf, 0.0, 0.0)
 
 
-def marginal_cost(s: Server, uncached: float, length: float, output: float, round_trip_s: float = 0.0) -> Terms:
-    """What one more request costs on `s`, in seconds, split in three.
+def marginal_cost(server: Server, uncached: float, length: float, output: float) -> Terms:
+    """What one more request costs on `server`, in seconds, split in three; O(1).
 
     `uncached` prompt tokens have to be read of `length` in all; `output` tokens are expected back (0: it does not
-    generate). Cost is O(1). The waiting time for a batch slot or for KV space is the time until enough of those
-    running leave; a request that can never fit costs infinity.
+    generate). A request that can never fit into KV memory costs infinity.
     """
-    v = s.speed
-    n, k = s.n, s.k
-    total = n + s.w
-    step = v.alpha_s + v.beta_s * n + v.gamma_s * k
-    prompts = s.p + uncached
-    room = v.chunk_tokens - n
-    steps = ceil(prompts / room) if room > 1.0 else prompts
-    ttft = (
-        round_trip_s
-        + prompts / v.prefill_tokens_per_s * (1.0 + 0.5 * length / v.attention_tokens)
-        + (steps + 0.5) * step
-    )
-    if length + output > v.kv_tokens:
-        return Terms(float("inf"), 0.0, 0.0)
-    mean_rest = s.r / total if total >= 1.0 and s.r > total else 1.0
-    over = total + 1.0 - v.slots
-    resident = k + s.p + s.r + length + output - v.kv_tokens
-    if over > 0.0 or resident > 0.0:
-        leave = max(over, resident * total / max(k + s.p + s.r, 1.0), 1.0)
-        ttft += max(mean_rest * step * leave / max(total, 1.0), 0.0)
+    c = server.costs()
+    wait = slot_wait_s(c, length + output)
+    if wait == inf:
+        return UNFIT
+    prompts = c.prompt_tokens + uncached
+    reading = prompts * (c.seconds_per_prompt_token + length * c.seconds_per_position)
+    ttft = reading + (ceil(prompts / c.room) + 0.5) * c.step_s + wait
+    stall = c.requests * uncached * c.seconds_per_prompt_token
     if output <= 0.0:
-        return Terms(ttft, 0.0, total * uncached / v.prefill_tokens_per_s)
-    shared = total * mean_rest * (1.0 - exp(-output / mean_rest)) if total > 0.0 else 0.0
-    mean_context = k / total if total > 0.0 else 0.0
-    own_context = length + 0.5 * output
-    decode = (
-        output * v.alpha_s + v.beta_s * (output + shared) + v.gamma_s * (shared * mean_context + output * own_context)
+        return Terms(ttft, 0.0, stall)
+    shared = shared_steps(c, output)
+    context = length + 0.5 * output
+    own = output * (c.alpha_s + c.beta_s + c.gamma_s * context)
+    return Terms(
+        ttft,
+        own + shared * (c.beta_s + c.gamma_s * c.mean_context),
+        stall + shared * (c.beta_s + c.gamma_s * context),
     )
-    others = total * uncached / v.prefill_tokens_per_s + shared * (v.beta_s + v.gamma_s * own_context)
-    return Terms(ttft, decode, others)
 
 
-class SpeedEstimate:
-    """How much slower or faster a server is than its class's prior, learned from what it did, with forgetting.
+def shared_steps(c: Costs, output: float) -> float:
+    """Sequence-steps that a request of `output` tokens shares with those already there.
 
-    Two factors in the log domain: one for reading prompts (from TTFT against its prediction) and one for decoding
-    (from time per token against its prediction). Each sample moves a factor by `RATE` of its error; factors stay
-    within [1/4, 4] of the prior, so that one absurd sample cannot cut a server off.
+    N·m·(1 - exp(-output/m)): each of the others has m tokens to go in the mean, exponentially distributed.
     """
-
-    __slots__ = ("_decode", "_prefill", "prior", "samples", "speed")
-
-    RATE = 0.05  # forgets over about twenty requests: seconds on a busy server
-    LIMIT = 1.3862943611198906  # log 4
-
-    def __init__(self, prior: Speed) -> None:
-        self.prior = prior
-        self.speed = prior
-        self._prefill = 0.0
-        self._decode = 0.0
-        self.samples = 0
-
-    def learn(self, ttft_ratio: float | None, decode_ratio: float | None) -> None:
-        """Take in seen ÷ predicted of one request; None where it had no such part."""
-        if ttft_ratio is not None and ttft_ratio > 0.0:
-            self._prefill = self._moved(self._prefill, ttft_ratio)
-        if decode_ratio is not None and decode_ratio > 0.0:
-            self._decode = self._moved(self._decode, decode_ratio)
-        self.samples += 1
-        slower, p = exp(self._decode), self.prior
-        self.speed = replace(
-            p,
-            alpha_s=p.alpha_s * slower,
-            beta_s=p.beta_s * slower,
-            gamma_s=p.gamma_s * slower,
-            prefill_tokens_per_s=p.prefill_tokens_per_s / exp(self._prefill),
-        )
-
-    def _moved(self, at: float, ratio: float) -> float:
-        # The prediction already used the factor, so the error is what is left of it.
-        error = max(-1.0, min(1.0, log(ratio)))
-        return max(-self.LIMIT, min(self.LIMIT, at + self.RATE * error))
+    return c.shared_tokens * (1.0 - exp(-output / c.rest_tokens))
 
 
-class OutputLength:
-    """Expected output tokens by (model, tenant, prompt bucket), backing off to coarser keys; O(1), bounded.
+def slot_wait_s(c: Costs, tokens: float) -> float:
+    """Seconds until a batch slot and `tokens` of KV memory are free: until enough of those running leave."""
+    if tokens > c.kv_tokens:
+        return inf
+    short = tokens - c.kv_spare
+    if short <= 0.0:
+        return c.slot_wait_s
+    # At least one of them has to leave, whatever little is missing.
+    one = c.rest_tokens * c.step_s / max(c.requests, 1.0)
+    return max(c.slot_wait_s, short * c.leave_s, one)
 
-    A key's mean forgets over about `MEMORY` samples. Keys beyond `max_keys` share the coarser means there are.
+
+# -- service levels ----------------------------------------------------------------------------------------------------
+
+SLO_WEIGHT_S = 20.0  # a predicted miss costs this much: the knee between latency and goodput on conversation traffic
+SLO_SHARPNESS = 10.0  # how steep the step of a miss is
+TTFT_WEIGHT = 2.0  # with service levels the first token counts double
+
+
+def miss(ratio: float) -> float:
+    """How bad predicted ÷ allowed is: a step at 1 (a miss is a miss) plus a slope (a big miss is worse)."""
+    z = SLO_SHARPNESS * (ratio - 1.0)
+    if z > 40.0:
+        return 1.0 + z / SLO_SHARPNESS
+    e = exp(z)
+    return e / (1.0 + e) + log1p(e) / SLO_SHARPNESS
+
+
+def slo_cost(terms: Terms, server: Server, uncached: float, length: float, slo: Slo, now: float) -> float:
+    """The marginal cost with predicted misses of service levels, its own and those it causes, in seconds."""
+    c, share = server.costs(), server.prefill_share(now)
+    cost = TTFT_WEIGHT * terms.ttft + terms.decode / (1.0 - share) + terms.others
+    if slo.ttft_s is not None:
+        cost += SLO_WEIGHT_S * miss(terms.ttft / slo.ttft_s)
+    if slo.tpot_s is not None:
+        more = min(share + uncached * c.seconds_per_prompt_token / SHARE_S, MAX_SHARE)
+        base = c.alpha_s + c.beta_s * c.requests + c.gamma_s * server.k
+        before = miss(base / (1.0 - share) / slo.tpot_s)
+        after = miss((base + c.beta_s + c.gamma_s * length) / (1.0 - more) / slo.tpot_s)
+        cost += SLO_WEIGHT_S * (after + c.requests * (after - before))
+    return cost
+
+
+# -- pools of like servers ---------------------------------------------------------------------------------------------
+
+ALIKE_RATIO = 1.5  # fastest ÷ slowest up to which servers count as alike
+BACKLOG_WEIGHT = 10.0  # of the work already there, among like servers
+
+
+def alike(speeds: list[Speed]) -> bool:
+    """Whether the servers of a pool are so much alike that balancing their backlogs beats minimising a sum.
+
+    Minimising the sum of completions tolerates unequal queues; among equals that only lengthens the tail.
     """
+    rates = [v.prefill_tokens_per_s for v in speeds]
+    steps = [v.alpha_s for v in speeds]
+    return max(rates) <= ALIKE_RATIO * min(rates) and max(steps) <= ALIKE_RATIO * min(steps)
 
-    MEMORY = 500
-    ENOUGH = 20  # samples before a finer key is believed over the coarser one
-    FIRST_GUESS = 128.0  # tokens; the median of public conversation traffic
 
-    __slots__ = ("_means", "max_keys")
-
-    def __init__(self, max_keys: int = 4096) -> None:
-        self.max_keys = max_keys
-        self._means: dict[tuple[str, ...], list[float]] = {}
-
-    @staticmethod
-    def _keys(model: str, tenant: str, input_tokens: int) -> tuple[tuple[str, ...], ...]:
-        bucket = str(int(log2(input_tokens + 1)))
-        coarser: tuple[tuple[str, ...], ...] = ((model, "", bucket), (model,), ())
-        return ((model, tenant, bucket), *coarser) if tenant else coarser  # a key that stood twice would learn twice
-
-    def expect(self, model: str, tenant: str, input_tokens: int, cap: int | None) -> float:
-        """Expected output tokens, at least 1 and at most `cap` (the request's max_tokens)."""
-        guess = self.FIRST_GUESS
-        for key in self._keys(model, tenant, input_tokens):
-            mean = self._means.get(key)
-            if mean is not None and (mean[0] >= self.ENOUGH or len(key) < 2):
-                guess = mean[1]
-                break
-        return max(1.0, min(guess, cap) if cap is not None else guess)
-
-    def learn(self, model: str, tenant: str, input_tokens: int, output_tokens: float) -> None:
-        """Take one finished answer in."""
-        for key in self._keys(model, tenant, input_tokens):
-            mean = self._means.get(key)
-            if mean is None:
-                if key and len(self._means) >= self.max_keys:
-                    continue
-                mean = self._means[key] = [0.0, 0.0]
-            mean[0] = min(mean[0] + 1.0, self.MEMORY)
-            mean[1] += (output_tokens - mean[1]) / mean[0]
+def backlog_cost(c: Costs, uncached: float, output: float) -> float:
+    """GPU seconds of all that is under way on a server and of this request, weighted as among like servers."""
+    return BACKLOG_WEIGHT * (c.backlog_s + uncached * c.seconds_per_prompt_token + output * c.backlog_per_token_s)

@@ -1,47 +1,114 @@
 """What a candidate costs this request: seconds for the predicting policy, their own unit for the classic loads.
 
-A scorer sees all candidates at once and returns one number each, lower is better; `balancer` adds them up by weight.
+A scorer sees all candidates at once and returns one number each, lower is better, or None where it is the same for all
+(no round trip measured, nothing has a price); `balancer` adds the columns up by weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil, exp
 from typing import TYPE_CHECKING
 
+from common.policy.prediction import backlog_cost, marginal_cost, slo_cost
 from common.types import InferenceRequest
 
 if TYPE_CHECKING:
-    from common.policy.balancer import Candidate
+    from common.policy.candidate import Candidate
 
-Scorer = Callable[[InferenceRequest, "Sequence[Candidate]", float], "list[float]"]
-"""(request, candidates, now) -> costs, in the order of the candidates."""
+Scorer = Callable[[InferenceRequest, "Sequence[Candidate]", float], "list[float] | None"]
+"""(request, candidates, now) -> costs in the order of the candidates, or None: all the same."""
 
 
-def completion(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float]:
+def completion(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float] | None:
     """Seconds by which this request makes everybody's completion later: its own and that of those already there.
 
     A candidate of several servers (a cluster, a region) costs what its cheapest one costs. Where one candidate has no
     fresh report, all are compared by what was sent from here alone, the signal they share.
     """
+    if len(candidates) == 1:
+        return None
+    if candidates[0].depth == 2:
+        if request.slo.ttft_s is None and request.slo.tpot_s is None and not candidates[0].pool_alike:
+            return _plain(request, candidates)
+        return [_full(request, c, now) for c in candidates]
     blind = any(not c.fresh(now) for c in candidates)
     return [c.cheapest(request, now, blind=blind)[0] for c in candidates]
 
 
-def round_trip(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float]:
+def _plain(request: InferenceRequest, candidates: Sequence[Candidate]) -> list[float]:
+    """`marginal_cost` of each instance, written out: this is the inner loop of every decision."""
+    length, output = request.input_tokens, request.output_tokens
+    context = length + 0.5 * output
+    warm = request.warm
+    costs = []
+    for c in candidates:
+        s = c.server
+        (
+            p,
+            inv_r,
+            per_position,
+            room,
+            step,
+            requests,
+            rest,
+            shared,
+            mean_context,
+            alpha,
+            beta,
+            gamma,
+            _,
+            kv_spare,
+            wait,
+            _,
+            _,
+            _,
+        ) = s.costs()
+        if wait or length + output > kv_spare:
+            uncached = c.uncached_tokens(request)
+            costs.append(marginal_cost(s, uncached, length, output).total)
+            continue
+        uncached = c.uncached_tokens(request) if warm else length
+        prompts = p + uncached
+        cost = prompts * (inv_r + length * per_position) + (ceil(prompts / room) + 0.5) * step
+        cost += requests * uncached * inv_r
+        if output > 0.0:
+            cost += output * (alpha + beta + gamma * context)
+            if requests > 0.0:
+                cost += shared * (1.0 - exp(-output / rest)) * (2.0 * beta + gamma * (mean_context + context))
+        costs.append(cost)
+    return costs
+
+
+def _full(request: InferenceRequest, c: Candidate, now: float) -> float:
+    """The marginal cost of one instance with service levels, and with the backlog where all are alike."""
+    uncached = c.uncached_tokens(request)
+    terms = marginal_cost(c.server, uncached, request.input_tokens, request.output_tokens)
+    slo = request.slo
+    if slo.ttft_s is not None or slo.tpot_s is not None:
+        return slo_cost(terms, c.server, uncached, request.input_tokens, slo, now)
+    return terms.total + backlog_cost(c.server.costs(), uncached, request.output_tokens)
+
+
+def round_trip(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float] | None:
     """Seconds of network there and back, measured; 0 until the first measurement."""
+    if all(c.round_trip.value is None for c in candidates):
+        return None
     return [c.round_trip_s for c in candidates]
 
 
-def price(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float]:
+def price(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float] | None:
     """Dollars this request costs there: GPU time it takes at the price of the server it would land on."""
+    if not any(c.priced for c in candidates):
+        return None
     return [c.price_usd(request, now) for c in candidates]
 
 
-def in_flight(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float]:
+def in_flight(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float] | None:
     """Requests under way from here."""
     return [float(c.in_flight) for c in candidates]
 
 
-def turn(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float]:
+def turn(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float] | None:
     """How lately it had its turn: the least recent first."""
     return [float(c.last_turn) for c in candidates]

@@ -20,14 +20,18 @@ QUALIFIES = (filters.serves_model, filters.not_draining, filters.not_ejected, fi
 PRICE_WEIGHT_S_PER_USD = 1e4  # a typical request costs about 1e-4 $, so its price weighs about a second
 
 
-def predicted_completion(price_weight_s_per_usd: float = PRICE_WEIGHT_S_PER_USD) -> Policy:
-    """Least predicted cost in seconds: completion of everybody, round trip, and price at so many seconds a dollar."""
+def predicted_completion(price_weight_s_per_usd: float = PRICE_WEIGHT_S_PER_USD, tier: Tier = Tier.INSTANCE) -> Policy:
+    """Least predicted cost in seconds: completion of everybody, round trip, and price at so many seconds a dollar.
+
+    Among instances, whose speeds are learned one by one, those that cost about the same share evenly.
+    """
     terms = (
         ("completion_s", 1.0, scorers.completion),
         ("round_trip_s", 1.0, scorers.round_trip),
         ("price_usd", price_weight_s_per_usd, scorers.price),
     )
-    return Policy("predicted_completion", QUALIFIES, terms, pickers.lowest_cost)
+    picker = pickers.near_lowest_cost if tier is Tier.INSTANCE else pickers.lowest_cost
+    return Policy("predicted_completion", QUALIFIES, terms, picker)
 
 
 def round_robin() -> Policy:
@@ -40,10 +44,12 @@ def least_connections() -> Policy:
     return Policy("least_connections", QUALIFIES, (("in_flight", 1.0, scorers.in_flight),), pickers.lowest_cost)
 
 
-def policy_named(name: str, price_weight_s_per_usd: float = PRICE_WEIGHT_S_PER_USD) -> Policy:
-    """The policy of that name. Raises KeyError for a name not in `POLICIES`."""
+def policy_named(
+    name: str, price_weight_s_per_usd: float = PRICE_WEIGHT_S_PER_USD, tier: Tier = Tier.INSTANCE
+) -> Policy:
+    """The policy of that name, for the stage of a tier. Raises KeyError for a name not in `POLICIES`."""
     if name == "predicted_completion":
-        return predicted_completion(price_weight_s_per_usd)
+        return predicted_completion(price_weight_s_per_usd, tier)
     return POLICIES[name]()
 
 

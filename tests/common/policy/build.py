@@ -6,9 +6,10 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from common.policy.balancer import Balancer, Limits, Policy
+from common.policy.balancer import Balancer, Policy
+from common.policy.candidate import Limits
 from common.policy.stages import predicted_completion
-from common.types import Endpoint, InferenceRequest, Outcome, Path, Pick, Pool, ServerLoad, Speed
+from common.types import Endpoint, InferenceRequest, Outcome, Path, Pick, Pool, ServerLoad, Speed, Tier
 
 CLUSTER: Path = ("eu", "c1")
 ROUND = Speed(
@@ -47,7 +48,7 @@ def balancer_of(
     limits: Limits | None = None,
     now: float = 0.0,
 ) -> Balancer:
-    balancer = Balancer(parent, policy or predicted_completion(), limits)
+    balancer = Balancer(parent, policy or predicted_completion(tier=Tier.of(parent)), limits)
     balancer.update(Pool(parent, endpoints, 1), now)
     return balancer
 

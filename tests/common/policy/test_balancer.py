@@ -10,19 +10,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from common.policy.balancer import (
+from common.policy.balancer import Balancer
+from common.policy.candidate import (
     FOREIGN_CONTEXT_TOKENS,
     FOREIGN_REST_TOKENS,
     MIN_UNCACHED,
-    QUOTE_INSTANCES,
     QUOTE_STALE_S,
     SENT_KEPT,
-    Balancer,
     Candidate,
     Limits,
-    class_means,
 )
-from common.policy.prediction import CLASS_SPEED, Server, class_speed, marginal_cost
+from common.policy.pickers import TIE_BAND
+from common.policy.prediction import CLASS_SPEED, class_speed, marginal_cost
+from common.policy.quote import QUOTE_INSTANCES, class_means
+from common.policy.server import Server
 from common.policy.stages import least_connections, predicted_completion, round_robin
 from common.types import (
     Endpoint,
@@ -52,6 +53,8 @@ def cost(pick: Pick, endpoint: str) -> float:
 
 
 def term(pick: Pick, endpoint: str, name: str) -> float:
+    if name not in pick.terms:
+        return 0.0  # a term that is the same for all is left out
     return next(s.terms for s in pick.scores if s.endpoint == endpoint)[pick.terms.index(name)]
 
 
@@ -259,7 +262,7 @@ def test_costs_that_are_told_are_the_ones_it_was_chosen_by() -> None:
     balancer = balancer_of(instance("a", gpu="h100"), instance("b", gpu="l4", price_usd_per_hour=1.0))
     request = ask()
     pick = picked(balancer, request)
-    assert pick.terms == ("completion_s", "round_trip_s", "price_usd")
+    assert pick.terms == ("completion_s", "price_usd")  # no round trip is measured
     assert [s.endpoint for s in pick.scores] == ["a", "b"]
     assert pick.endpoint.id == "a"
     by_hand = marginal_cost(Server(class_speed("l4")), 400, 400, 100.0)
@@ -471,7 +474,10 @@ def test_another_process_under_the_same_name_starts_over(change: dict[str, objec
         done(balancer, pick, 60.0, Outcome.SUCCESS, output_tokens=100)
     after = replace(instance("a", boot="1"), **change)
     balancer.update(Pool(CLUSTER, (after,)), 2.0)
-    assert balancer.candidates["a"].own[0].speed == (after.capacity or class_speed(after.gpu))
+    candidate = balancer.candidates["a"]
+    assert candidate.estimates[0].samples == 0
+    if "gpu" in change:  # nothing is known of that class yet
+        assert candidate.own[0].speed == class_speed("l4")
 
 
 def test_what_is_known_of_the_server_counts_more_than_its_class() -> None:
@@ -555,8 +561,9 @@ def test_a_quote_says_what_is_under_way_there() -> None:
 
 
 def test_a_region_costs_what_its_cheapest_server_costs() -> None:
-    balancer = regions("eu")
-    balancer.report(LoadReport("eu", servers=(busy(3), idle(), busy(9))), 0.0)
+    balancer = regions("eu", "us")
+    for name in ("eu", "us"):
+        balancer.report(LoadReport(name, servers=(busy(3), idle(), busy(9))), 0.0)
     by_hand = marginal_cost(Server(ROUND), 400, 400, 100.0)
     assert term(picked(balancer), "eu", "completion_s") == pytest.approx(sum(by_hand))
 
@@ -642,11 +649,27 @@ def test_picks_kept_for_replay_are_bounded() -> None:
     assert len(balancer.candidates["eu"].sent) == SENT_KEPT
 
 
-def test_an_unfit_answer_of_a_region_leaves_its_quote_alone() -> None:
-    balancer = regions("eu")
-    balancer.report(LoadReport("eu", servers=(busy(5),)), 0.0)
+def test_a_region_that_quotes_nothing_takes_nothing_until_it_quotes_again() -> None:
+    balancer = regions("eu", "us")
+    balancer.report(LoadReport("eu", servers=(busy(1),)), 0.0)
+    balancer.report(LoadReport("us", servers=(busy(9),)), 0.0)
     balancer.report(LoadReport("eu"), 1.0)
-    assert balancer.candidates["eu"].quoted[0].n == 5
+    assert picked(balancer, now=1.0).endpoint.id == "us"
+    balancer.report(LoadReport("us"), 1.0)
+    assert balancer.pick(ask(), 1.0, Random(1)) == Shed("no_endpoints", 1.0)
+    balancer.report(LoadReport("eu", servers=(busy(1),)), 2.0)
+    assert picked(balancer, now=2.0).endpoint.id == "eu"
+
+
+def test_a_fleet_that_changes_keeps_what_is_under_way() -> None:
+    balancer = balancer_of(region("eu", ("h100", 2)), parent=())
+    pick = picked(balancer)
+    total = sums(balancer.candidates["eu"])[1] * 2
+    balancer.update(Pool((), (region("eu", ("h100", 4), ("l4", 1)),)), 1.0)
+    h100, l4 = balancer.candidates["eu"].own
+    assert (h100.count * h100.w, l4.w) == (total, 0.0)
+    done(balancer, pick, 2.0)
+    assert sums(balancer.candidates["eu"]) == (0, 0, 0, 0, 0)
 
 
 # -- learning --------------------------------------------------------------------------------------------------------
@@ -675,10 +698,8 @@ def test_an_instance_that_takes_twice_as_long_is_predicted_to() -> None:
 
 def test_an_answer_in_one_piece_teaches_the_time_per_token() -> None:
     balancer = balancer_of(instance("a", capacity=ROUND))
-    served(balancer, 0.0, 10.0, 100, stream=False)
-    v = balancer.candidates["a"].own[0].speed
-    assert v.alpha_s == pytest.approx(ROUND.alpha_s * 4)
-    assert v.prefill_tokens_per_s == ROUND.prefill_tokens_per_s  # nobody saw its first token
+    served(balancer, 0.0, 4.1, 100, stream=False)
+    assert balancer.candidates["a"].own[0].speed.alpha_s == pytest.approx(ROUND.alpha_s * 4, rel=0.2)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.IGNORED, Outcome.OVERLOADED])
@@ -698,13 +719,10 @@ def test_an_answer_too_short_or_uncounted_teaches_no_time_per_token(tokens: floa
         pick = picked(balancer)
         balancer.first_token(pick.reservation, 0.05)
         done(balancer, pick, 90.0, Outcome.SUCCESS, output_tokens=tokens)
-    assert balancer.candidates["a"].own[0].speed.alpha_s == ROUND.alpha_s
+    # Its first token, at the time it should come, is all that was seen of it; not the ninety seconds.
+    assert balancer.candidates["a"].own[0].speed.alpha_s == pytest.approx(ROUND.alpha_s, rel=0.05)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="C40 (c): the first one measured to be faster than its prior takes every request that finds both idle",
-)
 def test_equals_share_evenly_while_their_speed_is_learned() -> None:
     balancer = balancer_of(instance("a"), instance("b"))
     rng, shares = Random(1), Counter[str]()
@@ -854,7 +872,7 @@ class Life(RuleBasedStateMachine):
             return multiple()
         assert decision.endpoint.id not in exclude
         assert not model or decision.endpoint.serves(model)
-        assert min(s.total for s in decision.scores) == cost(decision, decision.endpoint.id) < inf
+        assert cost(decision, decision.endpoint.id) <= min(s.total for s in decision.scores) * (1 + TIE_BAND) < inf
         self.held[decision.reservation.id] = decision.endpoint.id
         return decision.reservation
 

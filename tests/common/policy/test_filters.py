@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.policy.balancer import Balancer, Limits
+from common.policy.balancer import Balancer
+from common.policy.candidate import Limits
 from common.policy.filters import Filter, has_capacity, not_draining, not_ejected, serves_model
 from common.types import Outcome, Phase
 from tests.common.policy.build import ask, balancer_of, done, instance, picked

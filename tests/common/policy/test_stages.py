@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.policy.balancer import Balancer, Limits
+from common.policy.balancer import Balancer
+from common.policy.candidate import Limits
 from common.policy.stages import (
     MAX_SIBLINGS,
     POLICIES,

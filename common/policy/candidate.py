@@ -1,0 +1,216 @@
+"""One endpoint of a pool and all that is known of it here: load, health, distance, and how fast it is.
+
+A candidate keeps two views of its load. `own` is what was sent from here and has not ended, exact. For a region or
+cluster `quoted` is what its last report said, on which picks made since are replayed. Nothing is drained from a quote
+by a guessed rate: over-charging spreads, under-charging herds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import inf
+
+from common.policy.ewma import Ewma
+from common.policy.health import Breaker
+from common.policy.prediction import UNFIT, Terms, class_speed, marginal_cost
+from common.policy.server import Server
+from common.policy.speed import SpeedEstimate
+from common.types import Endpoint, InferenceRequest, LoadReport, Path
+
+QUOTE_STALE_S = 5.0  # an older quote is not believed: it herds more than it helps
+SENT_KEPT = 4096  # picks remembered for replay on the next quote; a quote comes several times a second
+MIN_UNCACHED = 16.0  # tokens read even when all of the prompt is cached: the last block is always computed
+FOREIGN_CONTEXT_TOKENS = 1000.0  # of a request that others sent: the mean of public conversation traffic,
+FOREIGN_REST_TOKENS = 100.0  # and half of its output still to come
+FOREIGN_LEAST = 0.5  # below half a request it is the delay of the report
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds a balancer keeps per candidate, from the configuration."""
+
+    max_in_flight: int = 1024
+    eject_after: int = 5
+    cooldown_s: float = 2.0
+    busy_s: float = 1.0  # how long an endpoint that refused for load is left alone, unless it says
+
+
+class Candidate:
+    """See the module. Mutable, and changed by its `Balancer` alone."""
+
+    __slots__ = (
+        "breaker",
+        "busy_until",
+        "depth",
+        "endpoint",
+        "estimates",
+        "foreign",
+        "foreign_seen",
+        "in_flight",
+        "last_turn",
+        "limits",
+        "max_in_flight",
+        "own",
+        "parent",
+        "phase",
+        "pool_alike",
+        "quoted",
+        "quotes_nothing",
+        "report",
+        "report_at",
+        "round_trip",
+        "sent",
+        "server",
+    )
+
+    def __init__(self, endpoint: Endpoint, parent: Path, limits: Limits, now: float) -> None:
+        self.parent = parent
+        self.depth = len(parent)
+        self.breaker = Breaker(limits.eject_after, limits.cooldown_s)
+        self.limits = limits
+        self.max_in_flight = limits.max_in_flight
+        self.in_flight = 0
+        self.busy_until = 0.0
+        self.last_turn = 0
+        self.pool_alike = False  # all of its pool are as fast as each other
+        self.round_trip = Ewma(half_life_s=30.0)
+        self.report: LoadReport | None = None
+        self.report_at = 0.0
+        self.quoted: list[Server] = []
+        self.quotes_nothing = False  # its last report said that no server below it takes work
+        self.sent: deque[tuple[float, InferenceRequest]] = deque(maxlen=SENT_KEPT)
+        self.foreign = Ewma(half_life_s=2.0)
+        self.foreign_seen = 0.0
+        self.own: list[Server] = []
+        self.estimates: list[SpeedEstimate] = []
+        self.endpoint = endpoint
+        self.phase = endpoint.phase
+        self._restart(endpoint)
+
+    def _restart(self, endpoint: Endpoint) -> None:
+        fleet = endpoint.fleet or ((endpoint.gpu, 1),)
+        self.estimates = [SpeedEstimate(endpoint.capacity or class_speed(gpu)) for gpu, _ in fleet]
+        self.own = [
+            Server(e.speed, gpu, max(1, count), endpoint.price_usd_per_hour)
+            for e, (gpu, count) in zip(self.estimates, fleet, strict=True)
+        ]
+        self.server = self.own[0]
+        self.foreign_seen = 0.0
+        self.max_in_flight = self.limits.max_in_flight * max(1, sum(n for _, n in endpoint.fleet))
+
+    def adopt(self, endpoint: Endpoint) -> None:
+        """The pool's new word on this endpoint. Learned state stays, unless another process answers there now."""
+        old, self.endpoint = self.endpoint, endpoint
+        self.phase = endpoint.phase
+        if (old.boot, old.gpu, old.capacity) != (endpoint.boot, endpoint.gpu, endpoint.capacity):
+            self._restart(endpoint)
+        elif old.fleet != endpoint.fleet:
+            self._regroup(endpoint)
+
+    def _regroup(self, endpoint: Endpoint) -> None:
+        """Servers joined or left below a region or cluster: classes that were there keep what is under way on them."""
+        kept = {s.gpu: (s, e) for s, e in zip(self.own, self.estimates, strict=True)}
+        self._restart(endpoint)
+        for i, fresh in enumerate(self.own):
+            if fresh.gpu in kept:
+                self.own[i], self.estimates[i] = kept[fresh.gpu]
+                self.own[i].counts(fresh.count)
+        self.server = self.own[0]
+
+    # -- what it costs -----------------------------------------------------------------------------------------------
+
+    @property
+    def round_trip_s(self) -> float:
+        """Measured network round trip, 0 until there is one."""
+        return self.round_trip.value or 0.0
+
+    @property
+    def priced(self) -> bool:
+        """Whether it has a price at all."""
+        return self.endpoint.price_usd_per_hour > 0.0 or any(s.price_usd_per_hour > 0.0 for s in self.quoted)
+
+    def fresh(self, now: float) -> bool:
+        """Whether what is known of its load may be believed; of an instance our own count always is."""
+        if self.depth == 2:
+            return True
+        return (bool(self.quoted) or self.quotes_nothing) and now - self.report_at < QUOTE_STALE_S
+
+    def uncached_tokens(self, request: InferenceRequest) -> float:
+        """Prompt tokens it would have to read: all but what the session left there."""
+        warm = request.warm
+        if len(warm) > self.depth and warm[: self.depth] == self.parent and warm[self.depth] == self.endpoint.id:
+            return max(request.input_tokens - request.warm_tokens, MIN_UNCACHED)
+        return float(request.input_tokens)
+
+    def cheapest(
+        self, request: InferenceRequest, now: float, *, blind: bool = False
+    ) -> tuple[float, Server, Terms, float]:
+        """(seconds, server, terms, uncached tokens) of the server below it on which the request costs least."""
+        uncached = self.uncached_tokens(request)
+        if self.quotes_nothing and not blind:
+            return (inf, self.server, UNFIT, uncached)
+        servers = self.own if blind or self.depth == 2 or not self.quoted else self.quoted
+        best: tuple[float, Server, Terms, float] | None = None
+        for s in servers:
+            if s.models and request.model and request.model not in s.models:
+                continue
+            t = marginal_cost(s, uncached, request.input_tokens, request.output_tokens)
+            cost = t.total
+            if best is None or cost < best[0]:
+                best = (cost, s, t, uncached)
+        return best or (inf, servers[0], UNFIT, uncached)
+
+    def offers(self, request: InferenceRequest) -> bool:
+        """Whether a server below it, as last quoted, has the model; a quote leaves out what takes no work."""
+        servers = () if self.quotes_nothing else self.quoted or self.own
+        return any(not s.models or not request.model or request.model in s.models for s in servers)
+
+    def price_usd(self, request: InferenceRequest, now: float) -> float:
+        """Dollars of GPU time this request takes there when the server is as busy as it should be."""
+        _, s, _, uncached = self.cheapest(request, now) if self.depth < 2 else (0, self.server, 0, 0.0)
+        if s.price_usd_per_hour <= 0.0:
+            return 0.0
+        if self.depth == 2:
+            uncached = self.uncached_tokens(request)
+        v = s.speed
+        busy_s = uncached / v.prefill_tokens_per_s + request.output_tokens * (v.alpha_s / v.slots + v.beta_s)
+        return busy_s * s.price_usd_per_hour / 3600.0
+
+    # -- what it is told ---------------------------------------------------------------------------------------------
+
+    def told(self, report: LoadReport, now: float) -> None:
+        """Take a report in, as of `now` minus its age, and replay what was sent since."""
+        self.report, self.report_at = report, now - report.age_s
+        if self.depth == 2:
+            self._count_foreign(report, now)
+            return
+        self.quotes_nothing = not report.servers
+        self.quoted = [Server.of(load, now) for load in report.servers]
+        # A pick is in the quote if it arrived there before the quote was made: both ways of the network lie between.
+        contained_until = self.report_at - self.round_trip_s
+        while self.sent and self.sent[0][0] <= contained_until:
+            self.sent.popleft()
+        for _, request in self.sent if self.quoted else ():
+            _, server, _, uncached = self.cheapest(request, now)
+            server.dispatched(uncached, request.output_tokens, now)
+
+    def _count_foreign(self, report: LoadReport, now: float) -> None:
+        """Requests on an instance that others sent: reported minus our own, smoothed, as decoding ones of mean size."""
+        if report.running is None:
+            return
+        self.foreign.add(report.running + (report.waiting or 0.0) - self.in_flight, now)
+        seen = max(0.0, self.foreign.value or 0.0)
+        self._add_foreign(-self.foreign_seen, now)
+        self.foreign_seen = 0.0 if seen < FOREIGN_LEAST else seen
+        self._add_foreign(self.foreign_seen, now)
+
+    def _add_foreign(self, requests: float, now: float) -> None:
+        if requests:
+            self.server.others(requests, FOREIGN_CONTEXT_TOKENS, FOREIGN_REST_TOKENS, now)
+
+    def emptied(self, now: float) -> None:
+        """Nothing of ours is under way here any more."""
+        for server in self.own:
+            server.emptied(now)
+        self._add_foreign(self.foreign_seen, now)
