@@ -12,7 +12,7 @@ from random import Random
 from common import clock
 from common.policy.balancer import Balancer, Policy
 from common.policy.candidate import Limits
-from common.policy.health import Breaker
+from common.policy.health import Breaker, State
 from common.policy.stages import Route, descend
 from common.types import (
     Endpoint,
@@ -147,6 +147,14 @@ class Balancing:
         breaker = self._peers.get(peer_id)
         if breaker is not None:
             breaker.ended(Outcome.SUCCESS if reached else Outcome.IGNORED, clock.now())
+
+    def answers(self, member: Peer | Endpoint) -> bool:
+        """Whether a balancer or instance is alive as far as requests to it tell: its breaker is not open."""
+        if isinstance(member, Peer):
+            breaker = self._peers.get(member.id)
+            return breaker is None or breaker.state is not State.OPEN
+        candidates = [b.candidates.get(member.id) for path, b in self.balancers.items() if len(path) == 2]
+        return all(c is None or c.endpoint != member or c.breaker.state is not State.OPEN for c in candidates)
 
     # -- what is decided ---------------------------------------------------------------------------------------------
 

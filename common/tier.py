@@ -147,6 +147,7 @@ class TierProcess:
             raise ConfigError(f"cannot listen on {config.listen}: {error.strerror or error}") from None
         report_port = await self.reports.start(config.reports.listen)
         await self._start_admin()
+        self._spawn(self._warm_affinity(), "affinity")
         self._spawn(self.membership.run(), "membership")
         self._spawn(self.quotes.run(), "quotes")
         self._spawn(self._measure_round_trips(), "round trips")
@@ -175,6 +176,7 @@ class TierProcess:
             user=etcd.user,
             password=etcd.password,
             tls=EtcdTls(etcd.ca_file, etcd.cert_file, etcd.key_file),
+            check_interval_s=etcd.ttl_s / 5.0,
         )
         try:
             await store.ping(STORE_START_S)
@@ -190,6 +192,13 @@ class TierProcess:
         from common.store.redis import RedisAffinityStore  # noqa: PLC0415
 
         return RedisAffinityStore(redis.url, budget_ms=redis.budget_ms)
+
+    async def _warm_affinity(self) -> None:
+        """Connect to the affinity store before the first request, whose budget a handshake would not fit into."""
+        try:
+            await self._affinity_store.ping(STORE_START_S)
+        except StoreUnavailable as error:
+            log.warning("affinity_store_unavailable", reason=str(error))
 
     async def _route_keys(self, store: MembershipStore) -> tuple[bytes, ...]:
         """Configured keys, or one that all tiers of this etcd share, made by whoever comes first."""
