@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
 from random import Random
 from socket import AF_INET, AF_INET6, create_server, gethostname
@@ -72,13 +72,18 @@ class TierProcess:
         self._store = store
         self._serves = serves or (lambda path: path == node)
         self._stop = asyncio.Event()
+        self._told = asyncio.Event()  # set whenever membership speaks
         self._tasks: list[asyncio.Task[None]] = []
         self._round_trips: dict[str, list[float]] = {}
 
     # -- start -------------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Bind, register and begin to serve. Raises ConfigError for what cannot work; then nothing is left running."""
+    async def start(self, prepare: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Learn what there is, bind, register and begin to serve.
+
+        `prepare` is awaited before the first request can come, with the pools known. Raises ConfigError for what cannot
+        work; then nothing is left running.
+        """
         config = self.config
         store = self._store if self._store is not None else await self._membership_store()
         self._store = store
@@ -131,26 +136,36 @@ class TierProcess:
         self.quotes = Quotes(self.node, self.balancing, self._rng, config.reports.interval_s)
         self.reports = ReportServer(interval_s=config.reports.interval_s)
         self.quotes.offer(self.reports)
-        self.membership = Membership(store, on_change=self._changed, ttl_s=config.etcd.ttl_s, root=config.etcd.prefix)
+        self.membership = Membership(
+            store,
+            on_change=self._changed,
+            ttl_s=config.etcd.ttl_s,
+            root=config.etcd.prefix,
+            answers=self.balancing.answers,
+        )
         try:
-            await self._listen()
+            await self._listen(prepare)
         except BaseException:
             await self._close(0.0)
             raise
 
-    async def _listen(self) -> None:
+    async def _listen(self, prepare: Callable[[], Awaitable[None]] | None) -> None:
         config = self.config
         host, port = _split(config.listen)
-        try:
-            self.port = await self.relay.listen(host, port)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {config.listen}: {error.strerror or error}") from None
         report_port = await self.reports.start(config.reports.listen)
-        await self._start_admin()
         self._spawn(self._warm_affinity(), "affinity")
         self._spawn(self.membership.run(), "membership")
         self._spawn(self.quotes.run(), "quotes")
         self._spawn(self._measure_round_trips(), "round trips")
+        # The first request must not meet a process that has not heard yet what there is.
+        await self.until(bool, STORE_START_S)
+        if prepare is not None:
+            await prepare()
+        try:
+            self.port = await self.relay.listen(host, port)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {config.listen}: {error.strerror or error}") from None
+        await self._start_admin()
         advertised = config.advertise or ("127.0.0.1" if host in ("0.0.0.0", "::") else host)
         report_host, _ = _split(config.reports.listen)
         peer = Peer(
@@ -234,8 +249,17 @@ class TierProcess:
 
     # -- while it runs -----------------------------------------------------------------------------------------------
 
+    async def until(self, known: Callable[[Mapping[Path, Pool]], bool], timeout_s: float) -> None:
+        """Wait until the pools are such, or the time is over."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not known(self.pools):
+                    self._told.clear()
+                    await self._told.wait()
+
     def _changed(self, pools: Mapping[Path, Pool]) -> None:
         self.pools = pools
+        self._told.set()
         self.balancing.update(pools)
         self.quotes.update(pools)
         urls = {p.url for pool in pools.values() for e in pool.endpoints for p in e.balancers}

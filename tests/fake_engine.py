@@ -124,6 +124,7 @@ class FakeEngine:
     next_scripts: deque[Script] = field(default_factory=deque)
     choose: Callable[[Seen], Script] | None = None
     idle_close_s: float | None = None  # close a connection that was idle for so long after an answer
+    slams: bool = False  # connections are taken and reset at once
     port: int = 0
     seen: list[Seen] = field(default_factory=list)
     looks: int = 0
@@ -214,6 +215,9 @@ class _Connection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
         self.engine.accepted += 1
         self.engine._open.add(self)
+        if self.engine.slams:
+            self.reset()
+            return
         self._task = asyncio.get_running_loop().create_task(self._serve())
 
     def data_received(self, data: bytes) -> None:

@@ -7,7 +7,7 @@ A scorer sees all candidates at once and returns one number each, lower is bette
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil, exp
+from math import ceil, exp, inf
 from typing import TYPE_CHECKING
 
 from common.policy.prediction import backlog_cost, marginal_cost, slo_cost
@@ -112,3 +112,53 @@ def in_flight(request: InferenceRequest, candidates: Sequence[Candidate], now: f
 def turn(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float] | None:
     """How lately it had its turn: the least recent first."""
     return [float(c.last_turn) for c in candidates]
+
+
+def weighted_in_flight(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float] | None:
+    """Requests under way from here, this one included, over the endpoint's weight; a weight of 0 takes none.
+
+    Counting this one sends the first to the strongest; it is LVS's shortest expected delay.
+    """
+    return [(c.in_flight + 1.0) / c.endpoint.weight if c.endpoint.weight > 0.0 else inf for c in candidates]
+
+
+def work_left(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float] | None:
+    """GPU seconds of all that is under way there and of this request, on the server below it that has least."""
+    return [_least_work(request, c) for c in candidates]
+
+
+def _least_work(request: InferenceRequest, candidate: Candidate) -> float:
+    uncached, output = candidate.uncached_tokens(request), request.output_tokens
+    costs = [server.costs() for server in candidate.quoted or candidate.own]
+    return min(c.backlog_s + uncached * c.seconds_per_prompt_token + output * c.backlog_per_token_s for c in costs)
+
+
+class WeightedTurns:
+    """Whose turn it is by weight, spread evenly: 0 for that one and 1 for the others; a weight of 0 has no turn.
+
+    Source: nginx's smooth weighted round robin: each gains its weight a turn, the richest is taken and pays for all.
+    The order is kept for the candidates there are; one that comes anew begins with nothing saved.
+    """
+
+    __slots__ = ("_saved",)
+
+    def __init__(self) -> None:
+        self._saved: dict[str, float] = {}
+
+    def __call__(
+        self, request: InferenceRequest, candidates: Sequence[Candidate], now: float
+    ) -> list[float] | None:
+        """Take a turn: the next call is another request's."""
+        weights = {c.endpoint.id: c.endpoint.weight for c in candidates if c.endpoint.weight > 0.0}
+        if not weights:
+            return [inf for _ in candidates]
+        saved = {id_: self._saved.get(id_, 0.0) + weight for id_, weight in weights.items()}
+        chosen = max(saved, key=lambda id_: saved[id_])
+        saved[chosen] -= sum(weights.values())
+        # Those left out of this choice (busy, or of another model) keep what they have saved, within a bound.
+        kept = {} if len(self._saved) > MOST_TURNS else self._saved
+        self._saved = kept | saved
+        return [0.0 if c.endpoint.id == chosen else 1.0 if c.endpoint.weight > 0.0 else inf for c in candidates]
+
+
+MOST_TURNS = 10_000  # endpoints whose savings are remembered; beyond that those that are gone are forgotten

@@ -44,6 +44,22 @@ def least_connections() -> Policy:
     return Policy("least_connections", QUALIFIES, (("in_flight", 1.0, scorers.in_flight),), pickers.lowest_cost)
 
 
+def weighted_round_robin() -> Policy:
+    """Each in turn, by weight."""
+    return Policy("weighted_round_robin", QUALIFIES, (("turn", 1.0, scorers.WeightedTurns()),), pickers.lowest_cost)
+
+
+def weighted_least_connections() -> Policy:
+    """Fewest requests under way from here for its weight."""
+    terms = (("in_flight_per_weight", 1.0, scorers.weighted_in_flight),)
+    return Policy("weighted_least_connections", QUALIFIES, terms, pickers.lowest_cost)
+
+
+def least_work_left() -> Policy:
+    """Least GPU time under way, as predicted."""
+    return Policy("least_work_left", QUALIFIES, (("work_left_s", 1.0, scorers.work_left),), pickers.lowest_cost)
+
+
 def policy_named(
     name: str, price_weight_s_per_usd: float = PRICE_WEIGHT_S_PER_USD, tier: Tier = Tier.INSTANCE
 ) -> Policy:
@@ -57,6 +73,9 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "predicted_completion": predicted_completion,
     "round_robin": round_robin,
     "least_connections": least_connections,
+    "weighted_round_robin": weighted_round_robin,
+    "weighted_least_connections": weighted_least_connections,
+    "least_work_left": least_work_left,
 }
 
 

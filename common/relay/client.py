@@ -261,7 +261,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._judge(parsing, version)
         if parsing.refused is None and parsing.expects_continue and self.current is None:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if self.current is None:
             self.deadline = clock.now() + self.limits.body_timeout_s
 
@@ -355,6 +355,11 @@ class ClientConnection(asyncio.Protocol):
             if self.current is exchange:
                 self.transport.abort()
 
+    def write(self, data: bytes) -> None:
+        """Write, unless the client is gone: what is under way for it ends a moment later, and data may come till then."""
+        if not self.transport.is_closing():
+            self.transport.write(data)
+
     def respond(self, status: int, headers: heads.Headers, body: bytes, added: bytes = b"") -> None:
         """Write a whole answer of our own; `added` are header lines of ours, which `headers` is cleared of."""
         exchange = self.current
@@ -362,7 +367,7 @@ class ClientConnection(asyncio.Protocol):
         exchange.status = status
         framing = b"content-length: %d\r\n" % len(body) if status != 204 else b""
         head = heads.response_head(status, headers, added=added, framing=framing, close=exchange.close)
-        self.transport.write(head if exchange.method == b"HEAD" else head + body)
+        self.write(head if exchange.method == b"HEAD" else head + body)
         self.finished()
 
     def finished(self) -> None:
@@ -412,7 +417,7 @@ class ClientConnection(asyncio.Protocol):
             self._reset()
             return
         if last_words:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(last_words), last_words) if exchange.chunked else last_words)
+            self.write(b"%x\r\n%b\r\n" % (len(last_words), last_words) if exchange.chunked else last_words)
         elif exchange.until_close:
             self._reset()
             return

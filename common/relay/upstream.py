@@ -223,7 +223,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _flush(self, sending: Sending) -> None:
         if self._out:
-            sending.exchange.client.transport.write(b"".join(self._out))
+            sending.exchange.client.write(b"".join(self._out))
             self._out.clear()
 
     def _arm(self, now: float, sending: Sending) -> None:
@@ -418,6 +418,8 @@ class AddressPool:
         except asyncio.CancelledError:
             self._drop(connection)
             raise
+        if connection.closed:
+            raise ConnectFailed(f"cannot connect to {self.host}:{self.port}: closed as soon as it was made")
         self._sweeper.add(connection)
         return connection
 

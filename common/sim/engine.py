@@ -184,6 +184,14 @@ class EngineModel:
         self.cancelled += 1
         return True
 
+    def runs_at(self, speed: Speed, now: float) -> None:
+        """From the step after the one under way on, it is as fast as `speed` says, whose limits are not looked at."""
+        if now >= self.next_event_s:
+            self._run_to(now)
+        self.speed = speed
+        if self._limit:
+            self._interrupt(now)
+
     def step(self) -> list[Event]:
         """Finish the step under way, at `step_end_s`. Nothing when idle."""
         if self._limit:

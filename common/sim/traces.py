@@ -45,6 +45,7 @@ class TraceRow:
     client: str = ""
     priority: Priority = Priority.STANDARD
     session: str = ""
+    model: str = ""
 
 
 def read_trace(path: str | Path) -> list[TraceRow]:

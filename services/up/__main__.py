@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Mapping
 from random import Random
 
 import structlog
@@ -15,8 +16,9 @@ from common import clock
 from common.errors import ConfigError
 from common.store.memory import MemoryMembershipStore
 from common.tier import TierProcess
-from common.types import Endpoint, LoadReport, Path
+from common.types import Endpoint, LoadReport, Path, Pool
 from services.agent.accelerators import LocalAccelerators
+from services.agent.config import InstanceConfig
 from services.agent.engines import Scraper, Unreachable, detect
 from services.agent.gpu import GpuSampler
 from services.agent.host import HostSampler
@@ -26,16 +28,13 @@ from services.up.config import UpConfig
 log = structlog.get_logger()
 
 CLUSTER: Path = ("local", "local")
-FIRST_LOOK_S = 1.0  # for all servers together to say what they are; later is fine too, nonsense is not
+FIRST_LOOK_S = 1.0  # for each server to say what it is; later is fine too, nonsense is not
 
 
 async def run(config: UpConfig) -> None:
     """Serve until told to stop. Raises ConfigError when it cannot start."""
-    await _refuse_nonsense(config)
+    there = await _refuse_nonsense(config)
     tier = TierProcess(config, (), serves=lambda path: True, store=MemoryMembershipStore())
-    await tier.start()
-    gpus = GpuSampler()
-    gpus.start()
     registering: set[asyncio.Task[None]] = set()
 
     def registered(work: asyncio.Task[None]) -> None:
@@ -51,6 +50,7 @@ async def run(config: UpConfig) -> None:
     def reported(report: LoadReport) -> None:
         tier.balancing.report(CLUSTER, report)
 
+    gpus = GpuSampler()
     monitor = InstanceMonitor(
         on_endpoint=found,
         on_gone=gone,
@@ -60,26 +60,46 @@ async def run(config: UpConfig) -> None:
         interval_s=config.scrape_interval_s,
         timeout_s=config.scrape_timeout_s,
     )
-    monitor.watch(config.by_id)
+
+    async def look() -> None:
+        """Have the servers that are there known before the first request comes."""
+
+        def known(pools: Mapping[Path, Pool]) -> bool:
+            return CLUSTER in pools and there <= {e.id for e in pools[CLUSTER].endpoints}
+
+        monitor.watch(config.by_id)
+        await tier.until(known, FIRST_LOOK_S)
+
+    gpus.start()
     try:
+        await tier.start(look)
         await tier.run()
     finally:
         await monitor.close()
         gpus.close()
 
 
-async def _refuse_nonsense(config: UpConfig) -> None:
-    """A server that is not up yet is waited for; one that answers, and not as an inference server, is a mistake."""
-    scraper = Scraper(FIRST_LOOK_S)
-    try:
-        async with asyncio.timeout(FIRST_LOOK_S):
-            found = await asyncio.gather(*(detect(scraper.of(i.url)) for i in config.instances if not i.engine))
-    except TimeoutError:
-        return
-    finally:
-        await scraper.close()
-    for instance, kind in zip([i for i in config.instances if not i.engine], found, strict=True):
+async def _refuse_nonsense(config: UpConfig) -> set[str]:
+    """The ids of the servers that answer as inference servers do.
+
+    One that is not up yet, or is silent, is waited for; one that answers as something else is a mistake.
+    """
+    scraper = Scraper(2.0 * FIRST_LOOK_S)
+
+    async def look(id_: str, instance: InstanceConfig) -> str:
+        try:
+            async with asyncio.timeout(FIRST_LOOK_S):
+                kind = await detect(scraper.of(instance.url))
+        except TimeoutError:
+            return ""
         if isinstance(kind, Unreachable) and kind.refused:
             log.warning("instance_not_up_yet", url=instance.url)
-        elif isinstance(kind, Unreachable):
+            return ""
+        if isinstance(kind, Unreachable) and not instance.engine:
             raise ConfigError(f"instance {instance.url} is no inference server that is known here: {kind.why}")
+        return id_
+
+    try:
+        return set(await asyncio.gather(*(look(id_, i) for id_, i in config.by_id.items()))) - {""}
+    finally:
+        await scraper.close()

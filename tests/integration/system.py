@@ -89,7 +89,7 @@ class Process(Server):
 
     def complaints(self) -> list[str]:
         """New lines of its log that should not be there."""
-        text, begin = self.log, self._read
+        text, begin = self.log if (self.directory / "log").exists() else "", self._read
         self._read = len(text)
         return [
             f"{self.name}: …{text[max(0, m.start() - 300) : m.end() + 1500]}…"

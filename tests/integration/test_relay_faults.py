@@ -197,6 +197,18 @@ async def test_a_refused_connection_is_tried_elsewhere_with_the_same_bytes(depth
         assert world.candidate(a).breaker.state.value == "open"
 
 
+async def test_a_port_that_takes_connections_and_resets_them_is_no_server(depth: int) -> None:
+    """As a container's port does when nobody listens inside: whether the reset comes before the request is chance."""
+    a, b = FakeEngine("a"), FakeEngine("b")
+    async with tiers(a, b, depth=depth) as world:
+        a.slams = True
+        statuses = [(await world.chat()).status for _ in range(20)]
+        assert set(statuses) <= {200, 502}
+        assert statuses[-5:] == [200] * 5  # ejected by now
+        assert not a.seen
+        await eventually(world.idle, 5.0)
+
+
 async def test_a_server_that_took_the_request_and_broke_is_not_replayed(depth: int) -> None:
     accepted = Script.whole(delay_s=1.0, cut="rst", cut_after=BEFORE_HEAD)
     async with tiers(FakeEngine("a", accepted), FakeEngine("b", accepted), depth=depth) as world:

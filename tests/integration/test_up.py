@@ -146,7 +146,6 @@ async def test_servers_of_other_kinds_that_come_later_and_that_go(tmp_path: Path
             await late.start()
             await eventually(lambda: _status(world, "late-model", 200), 20.0)
             late.kill()
-        assert "plain" in world.process.log
 
 
 async def _status(world: Up, model: str, status: int) -> bool:
@@ -332,8 +331,8 @@ async def test_an_instance_that_answers_nonsense_is_named(kind: str) -> None:
 
 async def test_a_server_of_another_protocol_is_named() -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"220 mail.example.com ESMTP\r\n")
-        await reader.read()
+        await reader.read(100)
+        writer.write(b"-ERR unknown command 'GET'\r\n")
         writer.close()
 
     server = await asyncio.start_server(greet, "127.0.0.1", 0)
@@ -343,15 +342,18 @@ async def test_a_server_of_another_protocol_is_named() -> None:
         assert url in await refused("up", "--instance", url, *flags)
 
 
-@pytest.mark.parametrize("command", ["global", "region", "instance"])
-async def test_an_etcd_out_of_reach_is_named_within_seconds(tmp_path: Path, command: str) -> None:
+async def test_an_etcd_out_of_reach_is_named_within_seconds(tmp_path: Path) -> None:
+    places = {"global": {}, "region": {"region": "r"}, "instance": {"region": "r", "cluster": "c"}}
     url = f"http://127.0.0.1:{free_port()}"
-    where = {"global": {}, "region": {"region": "r"}, "instance": {"region": "r", "cluster": "c"}}[command]
-    config = tmp_path / "tier.yaml"
-    config.write_text(json.dumps({**where, "etcd": {"urls": [url]}, "listen": "127.0.0.1:0", "admin": "127.0.0.1:0"}))
+
+    async def start(command: str, place: dict[str, str]) -> None:
+        config = tmp_path / f"{command}.yaml"
+        config.write_text(json.dumps({**place, "etcd": {"urls": [url]}, "listen": "127.0.0.1:0"}))
+        assert url in await refused(command, "--config", str(config))
+
     began = time.monotonic()
-    assert url in await refused(command, "--config", str(config))
-    assert time.monotonic() - began < 12.0  # five seconds for etcd, the rest for a busy machine
+    await asyncio.gather(*(start(command, place) for command, place in places.items()))
+    assert time.monotonic() - began < 15.0  # five seconds for etcd, the rest for a busy machine
 
 
 async def test_a_tier_without_its_place_is_told_which() -> None:
