@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from math import inf
 from random import Random
 
-from common.policy.candidate import Candidate, Limits
+from common.policy.candidate import Candidate, Limits, PoolFacts
 from common.policy.filters import Filter
 from common.policy.health import State
 from common.policy.pickers import Picker
@@ -37,6 +37,9 @@ from common.types import (
     Speed,
 )
 
+UNKNOWN = Terms(0.0, 0.0, 0.0)  # of the only child of a node, which is not compared with anything
+LEARN_EVERY_S = 0.05  # a server that is known well is not taught more often than this
+KNOWN_SAMPLES = 100
 ENOUGH_TOKENS = 8.0  # an answer this long says something of the time per token
 TTFT_NOISE = 0.5  # relative deviation of a first-token time from its model: it has the queue and the network in it
 MODELS_CACHED = 256  # models whose candidates are remembered between two changes of the pool
@@ -99,6 +102,7 @@ class Balancer:
         self.candidates: dict[str, Candidate] = {}
         self.revision = -1
         self.stale = False
+        self._pool = PoolFacts()
         self._gone: dict[str, Candidate] = {}  # left the pool with requests still running
         self._classes: dict[str, SpeedEstimate] = {}  # what all instances of a GPU class have taught
         self._held: dict[int, _Held] = {}
@@ -116,7 +120,7 @@ class Balancer:
         for endpoint in pool.endpoints:
             kept = before.pop(endpoint.id, None) or self._gone.pop(endpoint.id, None)
             if kept is None:
-                kept = Candidate(endpoint, self.parent, self.limits, now)
+                kept = Candidate(endpoint, self.parent, self.limits, self._pool)
                 kept.last_turn = self._turn
             else:
                 kept.adopt(endpoint)
@@ -137,10 +141,11 @@ class Balancer:
 
     def _pool_changed(self) -> None:
         self._qualified.clear()
-        speeds = [c.server.speed for c in self.candidates.values()]
-        same = len(self.parent) == 2 and len(speeds) > 1 and alike(speeds)
-        for c in self.candidates.values():
-            c.pool_alike = same
+        candidates = self.candidates.values()
+        self._pool.alike = len(self.parent) == 2 and len(candidates) > 1 and alike([c.server.speed for c in candidates])
+        self._pool.priced = any(
+            c.endpoint.price_usd_per_hour > 0.0 or any(s.price_usd_per_hour > 0.0 for s in c.quoted) for c in candidates
+        )
 
     def report(self, report: LoadReport, now: float) -> None:
         """Take an endpoint's report in; one of an endpoint that is not in the pool is dropped."""
@@ -153,6 +158,7 @@ class Balancer:
         candidate = self.candidates.get(endpoint)
         if candidate is not None:
             candidate.round_trip.add(seconds, now)
+            self._pool.measured = True
 
     # -- what is decided ---------------------------------------------------------------------------------------------
 
@@ -220,10 +226,11 @@ class Balancer:
         if terms is UNFIT and len(candidates) == 1:
             self.release(reservation, Outcome.IGNORED, now)
             return self._unfit(request, candidates)
-        ttft = chosen.round_trip_s + terms.ttft
-        return Pick(
-            chosen.endpoint, reservation, self.policy.name, ids, totals, tuple(columns), ttft, ttft + terms.decode
-        )
+        ttft, total = None, None
+        if terms is not UNKNOWN:
+            ttft = chosen.round_trip_s + terms.ttft
+            total = ttft + terms.decode
+        return Pick(chosen.endpoint, reservation, self.policy.name, ids, totals, tuple(columns), ttft, total)
 
     @staticmethod
     def _unfit(request: InferenceRequest, candidates: Sequence[Candidate]) -> Shed:
@@ -238,6 +245,8 @@ class Balancer:
         if c.depth == 2:
             server, uncached = c.server, c.uncached_tokens(request)
             terms = marginal_cost(server, uncached, request.input_tokens, request.output_tokens)
+        elif len(self.candidates) == 1 and len(c.own) == 1:
+            server, uncached, terms = c.server, float(request.input_tokens), UNKNOWN
         else:
             _, server, terms, uncached = c.cheapest(request, now)
             if c.quoted:
@@ -332,6 +341,9 @@ class Balancer:
         c, estimate = held.candidate, held.estimate
         if c.depth != 2 or estimate is None or not held.decoding:
             return
+        if estimate.samples > KNOWN_SAMPLES and now - c.learned_at < LEARN_EVERY_S:
+            return
+        c.learned_at = now
         s = held.server
         decoding_s, context_s, read_tokens, at = held.mark
         took = now - at

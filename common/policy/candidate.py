@@ -36,6 +36,17 @@ class Limits:
     busy_s: float = 1.0  # how long an endpoint that refused for load is left alone, unless it says
 
 
+class PoolFacts:
+    """What is true of a whole pool, so that a decision need not look at each endpoint for it."""
+
+    __slots__ = ("alike", "measured", "priced")
+
+    def __init__(self) -> None:
+        self.alike = False  # all instances are about as fast as each other
+        self.measured = False  # a round trip to one of them is known
+        self.priced = False  # one of them has a price
+
+
 class Candidate:
     """See the module. Mutable, and changed by its `Balancer` alone."""
 
@@ -49,12 +60,13 @@ class Candidate:
         "foreign_seen",
         "in_flight",
         "last_turn",
+        "learned_at",
         "limits",
         "max_in_flight",
         "own",
         "parent",
         "phase",
-        "pool_alike",
+        "pool",
         "quoted",
         "quotes_nothing",
         "report",
@@ -64,7 +76,7 @@ class Candidate:
         "server",
     )
 
-    def __init__(self, endpoint: Endpoint, parent: Path, limits: Limits, now: float) -> None:
+    def __init__(self, endpoint: Endpoint, parent: Path, limits: Limits, pool: PoolFacts) -> None:
         self.parent = parent
         self.depth = len(parent)
         self.breaker = Breaker(limits.eject_after, limits.cooldown_s)
@@ -73,7 +85,8 @@ class Candidate:
         self.in_flight = 0
         self.busy_until = 0.0
         self.last_turn = 0
-        self.pool_alike = False  # all of its pool are as fast as each other
+        self.learned_at = 0.0  # when a finished request last taught its speed
+        self.pool = pool
         self.round_trip = Ewma(half_life_s=30.0)
         self.report: LoadReport | None = None
         self.report_at = 0.0
@@ -125,11 +138,6 @@ class Candidate:
         """Measured network round trip, 0 until there is one."""
         return self.round_trip.value or 0.0
 
-    @property
-    def priced(self) -> bool:
-        """Whether it has a price at all."""
-        return self.endpoint.price_usd_per_hour > 0.0 or any(s.price_usd_per_hour > 0.0 for s in self.quoted)
-
     def fresh(self, now: float) -> bool:
         """Whether what is known of its load may be believed; of an instance our own count always is."""
         if self.depth == 2:
@@ -168,11 +176,12 @@ class Candidate:
 
     def price_usd(self, request: InferenceRequest, now: float) -> float:
         """Dollars of GPU time this request takes there when the server is as busy as it should be."""
-        _, s, _, uncached = self.cheapest(request, now) if self.depth < 2 else (0, self.server, 0, 0.0)
+        if self.depth == 2:
+            s, uncached = self.server, self.uncached_tokens(request)
+        else:
+            _, s, _, uncached = self.cheapest(request, now)
         if s.price_usd_per_hour <= 0.0:
             return 0.0
-        if self.depth == 2:
-            uncached = self.uncached_tokens(request)
         v = s.speed
         busy_s = uncached / v.prefill_tokens_per_s + request.output_tokens * (v.alpha_s / v.slots + v.beta_s)
         return busy_s * s.price_usd_per_hour / 3600.0
@@ -186,6 +195,7 @@ class Candidate:
             self._count_foreign(report, now)
             return
         self.quotes_nothing = not report.servers
+        self.pool.priced = self.pool.priced or any(load.price_usd_per_hour > 0.0 for load in report.servers)
         self.quoted = [Server.of(load, now) for load in report.servers]
         # A pick is in the quote if it arrived there before the quote was made: both ways of the network lie between.
         contained_until = self.report_at - self.round_trip_s

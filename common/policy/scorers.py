@@ -29,53 +29,27 @@ def completion(request: InferenceRequest, candidates: Sequence[Candidate], now: 
     if len(candidates) == 1:
         return None
     if candidates[0].depth == 2:
-        if request.slo.ttft_s is None and request.slo.tpot_s is None and not candidates[0].pool_alike:
-            return _plain(request, candidates)
+        if request.slo.ttft_s is None and request.slo.tpot_s is None and not candidates[0].pool.alike:
+            return _instances(request, candidates)
         return [_full(request, c, now) for c in candidates]
     blind = any(not c.fresh(now) for c in candidates)
     return [c.cheapest(request, now, blind=blind)[0] for c in candidates]
 
 
-def _plain(request: InferenceRequest, candidates: Sequence[Candidate]) -> list[float]:
+def _instances(request: InferenceRequest, candidates: Sequence[Candidate]) -> list[float]:
     """`marginal_cost` of each instance, written out: this is the inner loop of every decision."""
-    length, output = request.input_tokens, request.output_tokens
-    context = length + 0.5 * output
-    warm = request.warm
+    length, output, warm = request.input_tokens, request.output_tokens, request.warm
+    tokens, context = length + output, length + 0.5 * output
     costs = []
     for c in candidates:
-        s = c.server
-        (
-            p,
-            inv_r,
-            per_position,
-            room,
-            step,
-            requests,
-            rest,
-            shared,
-            mean_context,
-            alpha,
-            beta,
-            gamma,
-            _,
-            kv_spare,
-            wait,
-            _,
-            _,
-            _,
-        ) = s.costs()
-        if wait or length + output > kv_spare:
-            uncached = c.uncached_tokens(request)
-            costs.append(marginal_cost(s, uncached, length, output).total)
+        spare, p, inv_room, step, c0, c1, c2, c3, c4, c5, c6, c7 = c.server.plain()
+        if tokens > spare or warm:
+            costs.append(marginal_cost(c.server, c.uncached_tokens(request), length, output).total)
             continue
-        uncached = c.uncached_tokens(request) if warm else length
-        prompts = p + uncached
-        cost = prompts * (inv_r + length * per_position) + (ceil(prompts / room) + 0.5) * step
-        cost += requests * uncached * inv_r
-        if output > 0.0:
-            cost += output * (alpha + beta + gamma * context)
-            if requests > 0.0:
-                cost += shared * (1.0 - exp(-output / rest)) * (2.0 * beta + gamma * (mean_context + context))
+        weight = c4 * context
+        cost = c0 + length * (c1 + length * c2) + ceil((p + length) * inv_room) * step
+        if output:
+            cost += output * (c3 + weight) + c5 * (1.0 - exp(-output * c6)) * (c7 + weight)
         costs.append(cost)
     return costs
 
@@ -92,14 +66,14 @@ def _full(request: InferenceRequest, c: Candidate, now: float) -> float:
 
 def round_trip(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float] | None:
     """Seconds of network there and back, measured; 0 until the first measurement."""
-    if all(c.round_trip.value is None for c in candidates):
+    if not candidates[0].pool.measured:
         return None
     return [c.round_trip_s for c in candidates]
 
 
 def price(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float] | None:
     """Dollars this request costs there: GPU time it takes at the price of the server it would land on."""
-    if not any(c.priced for c in candidates):
+    if not candidates[0].pool.priced:
         return None
     return [c.price_usd(request, now) for c in candidates]
 

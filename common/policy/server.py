@@ -43,12 +43,22 @@ class Costs(NamedTuple):
     backlog_per_token_s: float  # the same for one more output token
 
 
+Plain = tuple[float, float, float, float, float, float, float, float, float, float, float, float]
+"""Coefficients of the marginal cost of a request that has to wait for nothing, for `scorers`' inner loop:
+
+spare tokens (-1: whatever it is, it has to wait), P, 1/room, step, and c0 … c7 in
+c0 + L·(c1 + L·c2) + ceil((P + L)/room)·step + o·(c3 + c4·x) + c5·(1 - exp(-o·c6))·(c7 + c4·x)
+for a prompt of L tokens that all have to be read, an output of o, and x = L + o/2.
+"""
+
+
 class Server:
     """The sums of one server, or of the mean one of `count` like servers."""
 
     __slots__ = (
         "_at",
         "_costs",
+        "_plain",
         "_share",
         "_share_at",
         "context_s",
@@ -80,6 +90,7 @@ class Server:
         self._share = 0.0
         self._share_at = 0.0
         self._costs: Costs | None = None
+        self._plain: Plain | None = None
 
     @classmethod
     def of(cls, load: ServerLoad, now: float) -> Server:
@@ -110,7 +121,7 @@ class Server:
     def runs_at(self, speed: Speed) -> None:
         """What is known of its speed changed."""
         self.speed = speed
-        self._costs = None
+        self._costs = self._plain = None
 
     def counts(self, count: int) -> None:
         """There are more or fewer such servers now: what is under way spreads over them."""
@@ -119,7 +130,7 @@ class Server:
             self.count = count
             self.n, self.w, self.p = self.n * scale, self.w * scale, self.p * scale
             self.k, self.r = self.k * scale, self.r * scale
-            self._costs = None
+            self._costs = self._plain = None
 
     def prefill_share(self, now: float) -> float:
         """Fraction of time spent on prompts of late (φ), at most MAX_SHARE: faded sum of p/r over SHARE_S."""
@@ -145,7 +156,7 @@ class Server:
         self.r += output * per
         self._share = self.prefill_share(now) + prompt * per / (self.speed.prefill_tokens_per_s * SHARE_S)
         self._share_at = now
-        self._costs = None
+        self._costs = self._plain = None
 
     def first_token(self, prompt: float, context: float, read: float, now: float) -> None:
         """Its first token came: `context` tokens are resident, and its prompt took as long as `read` short ones."""
@@ -156,7 +167,7 @@ class Server:
         self.p -= prompt * per
         self.k += context * per
         self.read_tokens += read * per
-        self._costs = None
+        self._costs = self._plain = None
 
     def ended(self, prompt: float, output: float, context: float, now: float, *, decoding: bool) -> None:
         """It is over, whether it had begun to decode or not."""
@@ -169,7 +180,7 @@ class Server:
             self.w -= per
             self.p -= prompt * per
         self.r -= output * per
-        self._costs = None
+        self._costs = self._plain = None
 
     def others(self, requests: float, context: float, rest: float, now: float) -> None:
         """So many more (or fewer) requests that somebody else sent are decoding on it."""
@@ -177,19 +188,23 @@ class Server:
         self.n += requests
         self.k += requests * context
         self.r += requests * rest
-        self._costs = None
+        self._costs = self._plain = None
 
     def emptied(self, now: float) -> None:
         """Nothing is under way: the sums are exactly zero again, whatever rounding left in them."""
         self.advance(now)
         self.n = self.w = self.p = self.k = self.r = 0.0
-        self._costs = None
+        self._costs = self._plain = None
 
     # -- what a cost needs -------------------------------------------------------------------------------------------
 
     def costs(self) -> Costs:
         """The sums as of the last event, ready for `prediction`."""
         return self._costs or self._computed()
+
+    def plain(self) -> Plain:
+        """The same as coefficients, for a request that finds a slot and memory free."""
+        return self._plain or self._reduced()
 
     def _computed(self) -> Costs:
         v, n, k = self.speed, self.n, self.k
@@ -221,5 +236,23 @@ class Server:
             rest * step / resident if resident > 0.0 else 0.0,
             self.p * inv_r + self.r * per_token,
             per_token,
+        )
+        return made
+
+    def _reduced(self) -> Plain:
+        c = self.costs()
+        self._plain = made = (
+            -1.0 if c.slot_wait_s else c.kv_spare,
+            c.prompt_tokens,
+            1.0 / c.room,
+            c.step_s,
+            c.prompt_tokens * c.seconds_per_prompt_token + 0.5 * c.step_s,
+            c.seconds_per_prompt_token * (1.0 + c.requests) + c.prompt_tokens * c.seconds_per_position,
+            c.seconds_per_position,
+            c.alpha_s + c.beta_s,
+            c.gamma_s,
+            c.shared_tokens,
+            1.0 / c.rest_tokens,
+            2.0 * c.beta_s + c.gamma_s * c.mean_context,
         )
         return made

@@ -431,11 +431,21 @@ def test_a_request_that_fits_nowhere_is_too_large() -> None:
 
 
 def test_a_request_whose_model_no_quoted_server_has_is_not_called_too_large() -> None:
-    balancer = balancer_of(region("eu", models=frozenset({"m", "n"})), parent=())
+    both = frozenset({"m", "n"})
+    balancer = balancer_of(region("eu", models=both), region("us", models=both), parent=())
     # The only server of the model is ejected down there, and so left out of the quote.
-    balancer.report(LoadReport("eu", servers=(idle(models=frozenset({"n"})),)), now=1.0)
+    for name in ("eu", "us"):
+        balancer.report(LoadReport(name, servers=(idle(models=frozenset({"n"})),)), now=1.0)
     assert shed(balancer, ask(model="m"), now=1.0) == Shed("no_endpoints", 1.0)
     assert shed(balancer, ask(model="n", input_tokens=10**6), now=1.0) == Shed("too_large")
+
+
+def test_an_only_region_is_taken_without_a_cost_and_judges_for_itself() -> None:
+    balancer = regions("eu")
+    balancer.report(LoadReport("eu", servers=(busy(3, models=frozenset({"n"})),)), 0.0)
+    pick = picked(balancer, ask(model="m"), now=1.0)
+    assert (pick.endpoint.id, pick.predicted_ttft_s, pick.columns) == ("eu", None, ())
+    assert balancer.in_flight == 1
 
 
 def test_a_bound_on_what_is_under_way_grows_with_the_fleet() -> None:
@@ -613,11 +623,11 @@ def test_between_quotes_picks_are_added_to_what_was_quoted() -> None:
 
 
 def test_picks_that_a_new_quote_cannot_contain_yet_are_played_on_it_again() -> None:
-    balancer = regions("eu")
+    balancer = regions("eu", "us")
     balancer.report(LoadReport("eu", servers=(idle(),)), 0.0)
     balancer.round_trip("eu", 0.2, 0.0)
     for at in (1.0, 1.5, 2.0):
-        picked(balancer, ask(input_tokens=300), now=at)
+        picked(balancer, ask(input_tokens=300), now=at, exclude=("us",))
     quoted = lambda: (balancer.candidates["eu"].quoted[0].w, balancer.candidates["eu"].quoted[0].p)  # noqa: E731
     assert quoted() == (3, 900)
     # Made at 1.9, when the picks of 1.0 and 1.5 had arrived there: of ours only the one of 2.0 is missing.
@@ -642,10 +652,10 @@ def test_a_quote_replaces_what_was_thought_and_releases_do_not_touch_it() -> Non
 
 
 def test_picks_kept_for_replay_are_bounded() -> None:
-    balancer = balancer_of(region("eu"), parent=(), limits=Limits(max_in_flight=10**6))
+    balancer = balancer_of(region("eu"), region("us"), parent=(), limits=Limits(max_in_flight=10**6))
     balancer.report(LoadReport("eu", servers=(idle(),)), 0.0)
     for _ in range(SENT_KEPT + 10):
-        done(balancer, picked(balancer, now=1.0), 1.0)
+        done(balancer, picked(balancer, now=1.0, exclude=("us",)), 1.0)
     assert len(balancer.candidates["eu"].sent) == SENT_KEPT
 
 
