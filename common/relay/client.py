@@ -356,7 +356,7 @@ class ClientConnection(asyncio.Protocol):
                 self.transport.abort()
 
     def write(self, data: bytes) -> None:
-        """Write, unless the client is gone: what is under way for it ends a moment later, and data may come till then."""
+        """Write, unless the client is gone: what is under way for it ends a moment later, and data may still come."""
         if not self.transport.is_closing():
             self.transport.write(data)
 

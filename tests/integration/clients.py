@@ -20,7 +20,7 @@ _SAMPLE = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
 def chat(model: str = "llama-8b", *, text: str = "Hello.", **fields: Any) -> bytes:
     """A chat request's body. Spaces and the order of keys are odd on purpose: bytes must arrive as they were sent."""
     message = json.dumps([{"role": "user", "content": text}])
-    more = "".join(f' , {json.dumps(key)}:{json.dumps(value)}' for key, value in fields.items())
+    more = "".join(f" , {json.dumps(key)}:{json.dumps(value)}" for key, value in fields.items())
     return f'{{ "messages":{message} ,"model": {json.dumps(model)}{more} }}'.encode()
 
 

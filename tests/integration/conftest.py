@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import uvloop
@@ -42,7 +42,7 @@ def processes() -> Iterator[System]:
 
 
 @pytest.fixture
-async def system(processes: System) -> AsyncIterator[System]:
+async def system(processes: System) -> System:
     """All of it up and well at the begin of a test, whatever the last one did."""
     await processes.heal()
-    yield processes
+    return processes

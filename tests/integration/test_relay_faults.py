@@ -464,7 +464,8 @@ async def _mixed(world: Tiers, scripts: list[Script], times: int) -> None:
     async def one(number: int) -> None:
         raw = await Raw.connect(world.url)
         patient = number % len(scripts) < len(scripts) - 2
-        raw.send(post(PATH, chat(MODEL, stream=number % 2 == 0), f"x-script: {number % len(scripts)}", "connection: close"))
+        script = f"x-script: {number % len(scripts)}"
+        raw.send(post(PATH, chat(MODEL, stream=number % 2 == 0), script, "connection: close"))
         if patient:
             await raw.to_end()
         else:

@@ -93,8 +93,8 @@ async def test_curl_streams_and_lists_models(system: System) -> None:
 
 
 async def test_the_body_arrives_byte_for_byte_and_our_headers_stay_ours(system: System) -> None:
-    body = chat(MODEL, text="Grüße, \U0001f30a\u2028 and 1e0 ", max_tokens=2, temperature=1.0, seed=12345678901234567890)
-    forged = 'x-headwater-route: eyJub2RlIjpbIndlc3QiXX0.AAAA'
+    body = chat(MODEL, text="Grüße, \U0001f30a\u2028 and 1e0 ", max_tokens=2, temperature=1.0, seed=2**63)
+    forged = "x-headwater-route: eyJub2RlIjpbIndlc3QiXX0.AAAA"
     response = await ask(
         system.url,
         PATH,
@@ -144,7 +144,7 @@ async def test_one_trace_from_the_client_to_the_server(system: System) -> None:
 
     async def printed() -> bool:
         nonlocal lines
-        code, out, err = await run(*headwater("trace", TRACE, "--admin", system.admin_url))
+        code, out, _ = await run(*headwater("trace", TRACE, "--admin", system.admin_url))
         lines = out.splitlines()
         return code == 0 and len(lines) == 9
 
@@ -272,7 +272,7 @@ async def test_with_all_global_balancers_dead_a_region_serves(system: System) ->
     system.kill(*GLOBALS)
     assert set(await _served_regions(system, 16, "region-east")) <= set(REGIONS)
     samples = await metrics(system.tiers["region-east"].admin_url)
-    assert total(samples, "headwater_takeovers_total", stage="global") > 0  # a request begins at the top, wherever it comes in
+    assert total(samples, "headwater_takeovers_total", stage="global") > 0  # requests begin at the top, here as there
 
 
 # -- servers that are gone ---------------------------------------------------------------------------------------------
