@@ -16,8 +16,9 @@ from threading import Thread
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
+from common.metrics import Counts, Level, Scrape, Spread
 from common.records import Ending, RequestRecord
 from common.types import Tier
 
@@ -125,75 +126,65 @@ class Telemetry:
         self._make_metrics()
 
     def _make_metrics(self) -> None:
-        r = self.registry
-        self.in_flight = Gauge("headwater_in_flight_requests", "Requests under way in this process", registry=r)
-        self._requests = Counter(
-            "headwater_requests", "Finished requests", ["operation", "model", "status", "ending"], registry=r
-        )
-        self._ttft = Histogram(
+        self.in_flight = Level("headwater_in_flight_requests", "Requests under way in this process")
+        self._requests = Counts("headwater_requests", "Finished requests", ("operation", "model", "status", "ending"))
+        self._ttft = Spread(
             "headwater_time_to_first_token_seconds",
             "From the request's last byte to the first of a streamed answer",
-            ["model"],
-            buckets=TTFT_BUCKETS,
-            registry=r,
+            ("model",),
+            TTFT_BUCKETS,
         )
-        self._tpot = Histogram(
+        self._tpot = Spread(
             "headwater_time_per_output_token_seconds",
             "Of streamed answers, after the first token",
-            ["model"],
-            buckets=TPOT_BUCKETS,
-            registry=r,
+            ("model",),
+            TPOT_BUCKETS,
         )
-        self._total = Histogram(
+        self._total = Spread(
             "headwater_request_duration_seconds",
             "From the request's last byte to the answer's last byte",
-            ["model"],
-            buckets=TOTAL_BUCKETS,
-            registry=r,
+            ("model",),
+            TOTAL_BUCKETS,
         )
-        self._attempts = Counter("headwater_attempts", "Tries at a peer or an instance", ["to", "error"], registry=r)
-        self._takeovers = Counter(
-            "headwater_takeovers", "Stages run here because their own tier was gone", ["stage"], registry=r
+        self._attempts = Counts("headwater_attempts", "Tries at a peer or an instance", ("to", "error"))
+        self._takeovers = Counts("headwater_takeovers", "Stages run here because their own tier was gone", ("stage",))
+        self.registry.register(
+            Scrape(self.in_flight, self._requests, self._ttft, self._tpot, self._total, self._attempts, self._takeovers)
         )
-        self._children: dict[tuple[object, ...], Any] = {}
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def began(self, record: RequestRecord) -> None:
         """A request was understood and is on its way."""
-        self.in_flight.inc()
+        self.in_flight.value += 1
         record.counted = True
 
     def ended(self, record: RequestRecord) -> None:
         """A request ended, in whatever way."""
         if record.counted:
-            self.in_flight.dec()
+            self.in_flight.value -= 1
         model = self._model_label(record.model)
         status = str(record.status or 499)  # 499, as nginx has it: the client left before an answer began
-        self._child(self._requests, record.operation, model, status, record.ending.value).inc()
+        self._requests.add((record.operation, model, status, record.ending.value))
         if record.ending is Ending.COMPLETE and record.status < 400:
-            self._child(self._total, model).observe(record.total_s)
-            if record.stream and record.ttft_s is not None:
-                self._child(self._ttft, model).observe(record.ttft_s)
-            if record.tpot_s is not None:
-                self._child(self._tpot, model).observe(record.tpot_s)
+            labels = (model,)
+            self._total.see(labels, record.ended_at - record.started_at)
+            if record.stream:
+                ttft, tpot = record.ttft_s, record.tpot_s
+                if ttft is not None:
+                    self._ttft.see(labels, ttft)
+                if tpot is not None:
+                    self._tpot.see(labels, tpot)
         for attempt in record.attempts:
-            self._child(self._attempts, "peer" if attempt.peer else "instance", attempt.error).inc()
+            self._attempts.add(("peer" if attempt.peer else "instance", attempt.error))
         for stage in record.stages:
             if stage.takeover:
-                self._child(self._takeovers, Tier.of(stage.path).value).inc()
+                self._takeovers.add((Tier.of(stage.path).value,))
         self._keep(record)
         if self.log is not None:
             self.log.write(record)
         if self._export is not None and (record.sampled or record.ending is not Ending.COMPLETE):
             self._export(record)
-
-    def _child(self, metric: Any, *labels: str) -> Any:
-        key = (metric, labels)
-        child = self._children.get(key)
-        if child is None:
-            child = self._children[key] = metric.labels(*labels)
-        return child
 
     def _model_label(self, model: str) -> str:
         if model in self._models:

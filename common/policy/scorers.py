@@ -119,9 +119,7 @@ class WeightedTurns:
     def __init__(self) -> None:
         self._saved: dict[str, float] = {}
 
-    def __call__(
-        self, request: InferenceRequest, candidates: Sequence[Candidate], now: float
-    ) -> list[float] | None:
+    def __call__(self, request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float] | None:
         """Take a turn: the next call is another request's."""
         weights = {c.endpoint.id: c.endpoint.weight for c in candidates if c.endpoint.weight > 0.0}
         if not weights:

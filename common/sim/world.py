@@ -90,7 +90,9 @@ class World:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def add_instance(self, path: Path, kind: Machine, prefix_fraction: float = 0.0, phase: Phase = Phase.SERVING) -> Instance:
+    def add_instance(
+        self, path: Path, kind: Machine, prefix_fraction: float = 0.0, phase: Phase = Phase.SERVING
+    ) -> Instance:
         """A server at `path`, whose agent registers it and reports on it."""
         endpoint = Endpoint(
             path[-1],
