@@ -103,15 +103,19 @@ class Balancing:
 
         A node that this process serves itself is never handed over.
         """
-        if self.serves(path):
-            return None
-        now = clock.now()
-        ready = [p for p in endpoint.balancers if self._ready(p, now)]
+        ready = self.peers_of(path, endpoint)
         if not ready:
             return None
         least = min(self._peer_in_flight.get(p.id, 0) for p in ready)
         ties = [p for p in ready if self._peer_in_flight.get(p.id, 0) == least]
         return ties[0] if len(ties) == 1 else self.rng.choice(ties)
+
+    def peers_of(self, path: Path, endpoint: Endpoint) -> list[Peer]:
+        """All live balancers of that endpoint to hand over to."""
+        if self.serves(path):
+            return []
+        now = clock.now()
+        return [p for p in endpoint.balancers if self._ready(p, now)]
 
     def _ready(self, peer: Peer, now: float) -> bool:
         if peer.id == self.process_id or peer.phase is not Phase.SERVING:

@@ -11,10 +11,14 @@ import asyncio
 from collections.abc import Mapping
 from random import Random
 
+import structlog
+
 from common import clock
 from common.balancing import Balancing
 from common.reporting import ReportClient, ReportServer
 from common.types import Endpoint, LoadReport, Path, Pool
+
+log = structlog.get_logger()
 
 REPLAN_S = 1.0  # how soon a peer whose cool-down is over is followed again, which is how it is found to be back
 
@@ -33,6 +37,7 @@ class Quotes:
         self._following: Following = {}
         self._rolled: list[Path] = []  # nodes whose quote is made here, the deepest first
         self._peers: dict[str, str] = {}  # address -> id of the balancer that reports there
+        self._lost: set[str] = set()  # balancers that membership names and that do not report
         self._client = ReportClient(
             balancing.process_id, rng, on_report=self._took, on_state=self._state, interval_s=interval_s
         )
@@ -40,6 +45,7 @@ class Quotes:
     def update(self, pools: Mapping[Path, Pool]) -> None:
         """Membership changed: follow what is needed now and nothing else."""
         self._pools = pools
+        self._lost &= {peer.id for pool in pools.values() for e in pool.endpoints for peer in e.balancers}
         plan: Following = {}
         rolled: list[Path] = []
         self._peers = {}
@@ -72,11 +78,11 @@ class Quotes:
         peer = self._balancing.peer_of(path, endpoint)
         if peer is None or not peer.load:
             return ""
-        # The one that is followed already stays, so that streams do not hop between balancers of one node.
-        ready = {p.load: p.id for p in endpoint.balancers if p.load}
-        address = next((a for a in ready if a in self._following), peer.load)
-        self._peers[address] = ready[address]
-        return address
+        # The one that is followed already stays while it lives, so that streams do not hop between balancers of a node.
+        followed = (p for p in self._balancing.peers_of(path, endpoint) if p.load in self._following)
+        peer = next(followed, peer)
+        self._peers[peer.load] = peer.id
+        return peer.load
 
     def _took(self, address: str, report: LoadReport) -> None:
         parent = self._following.get(address, {}).get(report.endpoint)
@@ -88,8 +94,14 @@ class Quotes:
         if peer is None:
             return
         if connected:
+            if peer in self._lost:
+                self._lost.discard(peer)
+                log.info("balancer_back", balancer=peer)
             self._balancing.peer_back(peer)
         else:
+            if peer not in self._lost:
+                self._lost.add(peer)
+                log.warning("balancer_lost", balancer=peer, meanwhile="another of its node, or its stage is run here")
             self._balancing.peer_lost(peer)
             # Another balancer of the node, or the level below it, is followed instead.
             asyncio.get_running_loop().call_soon(self.update, self._pools)

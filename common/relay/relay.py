@@ -13,6 +13,9 @@ from common.relay.sweeper import Sweeper
 from common.relay.upstream import AddressPool, Answer, Sending, UpstreamLimits
 
 TRIM_INTERVAL_S = 1.0  # idle connections are looked through this often
+DYING_S = (
+    0.05  # from a killed process's first closed connection to its closed listener; some microseconds, were it alone
+)
 
 
 class Relay:
@@ -129,12 +132,18 @@ class Relay:
         raise AssertionError("unreachable")
 
     async def refuses(self, url: str) -> bool:
-        """Whether nobody listens at an address any more: the process that had a request there is gone."""
-        try:
-            connection = await self.pool(url).connect(fresh=True)
-        except ConnectFailed:
-            return True
-        connection.put_back()
+        """Whether nobody listens at an address any more: the process that had a request there is gone.
+
+        Asked twice: of a process that is killed, Linux closes the connections first and the listener last, so that
+        whoever hears of the reset and asks at once is still let in.
+        """
+        for wait_s in (0.0, DYING_S):
+            await asyncio.sleep(wait_s)
+            try:
+                connection = await self.pool(url).connect(fresh=True)
+            except ConnectFailed:
+                return True
+            connection.put_back()
         return False
 
     def keep_only(self, urls: Mapping[str, object] | set[str]) -> None:

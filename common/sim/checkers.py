@@ -1,8 +1,8 @@
-"""What must hold in every world, whatever goes wrong in it; checked after each choice and each end, and at the end of all.
+"""What must hold in every world, whatever goes wrong in it: checked after each choice and end, and when all is over.
 
 No reservation leaks; a request ends once; no balancer holds more than its bounds and no engine more than its slots and
-memory; nothing is sent to what membership or its breaker has ruled out; every cost is a number, none below zero. A check
-that fails raises `CheckFailed`, which names seed and time: the same seed shows it again.
+memory; nothing is sent to what membership or its breaker has ruled out; every cost is a number, none below zero. What
+fails raises `CheckFailed`, which names seed and time: the same seed shows it again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ROUNDING = 1e-6  # what sums of thousands of additions and subtractions may be off by
 
 
-class CheckFailed(AssertionError):
+class CheckFailed(AssertionError):  # noqa: N818 - it says what happened
     """Something that must never happen did; the message has the seed and the virtual time."""
 
 

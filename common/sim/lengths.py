@@ -1,4 +1,4 @@
-"""What a balancer is told of an answer's length before it has begun: learned as in production, or for comparison known."""
+"""What a balancer expects of an answer's length before it has begun: learned as in production, or known, to compare."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ LengthsOf = Callable[[Random], Lengths]
 
 
 def lengths_named(name: str, *, tenants: bool = False) -> LengthsOf:
-    """`learned`, `oracle`, or `noise:S` (true lengths off by exp(S·z), z normal). Raises ValueError for another name."""
+    """`learned`, `oracle`, or `noise:S`: true lengths off by exp(S·z), z normal. Raises ValueError for another name."""
     if name == "learned":
         return lambda rng: Learned(tenants=tenants)
     if name == "oracle":

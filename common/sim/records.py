@@ -55,7 +55,8 @@ class Record:
 class LoadSeries:
     """What was on every instance at regular times: one row a sample, one column an instance; None: it was gone.
 
-    Columns are in the order of `instances`; a row from before an instance joined is shorter. `work_s` is the GPU time that all on it has still to come, counted as least work left counts it, from true lengths.
+    Columns are in the order of `instances`; a row from before an instance joined is shorter. `work_s` is the GPU time
+    that all on it has still to come, counted as least work left counts it, from true lengths.
     """
 
     instances: list[str] = field(default_factory=list)

@@ -5,7 +5,10 @@ Formats: CSV with a header line, or one JSON object a line; either may be gzippe
     arrival_s      seconds from the start of the trace; or Azure's TIMESTAMP (a date and time, first request = 0)
     input_tokens   or Azure's ContextTokens          output_tokens  or Azure's GeneratedTokens
     hash_ids_512   or prefix_hashes: ids of the prompt's leading blocks, by spaces (or a JSON list); may be absent
-    client, priority (critical, standard, batch, or 0…2), session: may be absent
+    client, priority (critical, standard, batch, or 0…2), session, model: may be absent
+
+A tier's access log is a trace too: of its JSON lines those with `"event": "request"` count, the rest of a process's log
+is passed over. What ended without a count of output tokens cannot be replayed and is left out, embeddings excepted.
 
 Reading is strict: a value that is not what its column says is a ValueError with file, line and column.
 Source of the Azure header: github Azure/AzurePublicDataset, AzureLLMInferenceTrace_conv.csv (Splitwise, ISCA'24).
@@ -35,7 +38,8 @@ class TraceRow:
     """One request of a trace.
 
     `prefix_hashes` names the blocks of BLOCK_TOKENS tokens the prompt begins with, the last one perhaps cut short;
-    equal ids at equal positions mean equal text. `client` is a tenant, `session` a conversation; "" for neither.
+    equal ids at equal positions mean equal text. `client` is a tenant, `session` a conversation; "" for neither, and
+    for a `model` that the trace does not name.
     """
 
     arrival_s: float
@@ -60,8 +64,10 @@ def read_trace(path: str | Path) -> list[TraceRow]:
     try:
         with _open(path) as text:
             for line, record in _records(path, text):
-                dated = dated or "TIMESTAMP" in record
-                rows.append(_row(path, line, record))
+                columns = _of_access_log(record) if "event" in record else record
+                if columns is not None:
+                    dated = dated or "TIMESTAMP" in columns or columns is not record
+                    rows.append(_row(path, line, columns))
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, csv.Error) as error:
         raise ValueError(f"{path}:{line + 1}: not readable as text: {error}") from error
     if not rows:
@@ -136,6 +142,25 @@ def _row(path: Path, line: int, record: dict[str, Any]) -> TraceRow:
     return TraceRow(**values)
 
 
+def _of_access_log(record: dict[str, Any]) -> dict[str, Any] | None:
+    """The columns of one line of a process's log, as `telemetry.access_line` writes it; None if it is no request."""
+    if record["event"] != "request":
+        return None
+    output_tokens = record.get("output_tokens")
+    if output_tokens is None and str(record.get("path", "")).endswith("/embeddings"):
+        output_tokens = 0
+    if output_tokens is None:
+        return None
+    if isinstance(output_tokens, float) and output_tokens.is_integer():
+        output_tokens = int(output_tokens)  # a balancer counts tokens in floats
+    return {
+        "arrival_s": record.get("time"),
+        "input_tokens": record.get("input_tokens"),
+        "output_tokens": output_tokens,
+        "model": record.get("model", ""),
+    }
+
+
 def _seconds(value: Any) -> float:
     seconds = math.nan if isinstance(value, bool) else float(value)
     if not (math.isfinite(seconds) and seconds >= 0.0):
@@ -194,5 +219,6 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "client": ("client", _name),
     "priority": ("priority", _priority),
     "session": ("session", _name),
+    "model": ("model", _name),
 }
 """Column name of a file -> field of TraceRow, and what turns the one into the other."""

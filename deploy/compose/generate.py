@@ -44,8 +44,9 @@ x-process: &process # what all processes of ours have in common
   healthcheck: &health # each look costs some 0.1 s of a core, and there are two dozen containers
     test: [CMD, healthcheck]
     interval: 10s
-    timeout: 5s
-    start_period: 30s
+    timeout: 10s
+    retries: 5
+    start_period: 60s
 
 x-tier: &tier # a balancer; data on 8080, admin on 9080 and load reports on 9090, within this network alone
   <<: *process
@@ -82,8 +83,9 @@ services:
     healthcheck: # by its own client, since the image has no shell
       test: [CMD, /usr/local/bin/etcdctl, endpoint, health]
       interval: 3s
-      timeout: 5s
-      start_period: 30s
+      timeout: 10s
+      retries: 5
+      start_period: 60s
 
   redis:
     image: redis:8
@@ -94,8 +96,9 @@ services:
     healthcheck:
       test: [CMD, redis-cli, ping]
       interval: 3s
-      timeout: 5s
-      start_period: 30s
+      timeout: 10s
+      retries: 5
+      start_period: 60s
 """
 
 

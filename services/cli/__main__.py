@@ -142,6 +142,7 @@ ELSEWHERE = {  # commands whose options stand in a module of their own, which ta
     "bench": ("services.bench.__main__", "bench"),
     "demo": ("services.demo.__main__", "demo"),
     "engine": ("services.engine_sim.__main__", "command"),
+    "sim": ("services.sim.__main__", "sim"),
 }
 
 

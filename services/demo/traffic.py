@@ -65,7 +65,7 @@ class State(msgspec.Struct):
     cut: int = 0  # answers that had begun and were broken off, as by a process that was killed
     errors: dict[str, int] = {}
     regions: dict[str, int] = {}  # by whom what was ok was served
-    takeovers: dict[str, int] = {}  # stage -> times that a tier now alive ran it for another one
+    takeovers: dict[str, int] = {}  # stage -> times that it was run for a tier that was gone
     trace: str = ""  # of the last request that was ok
 
     @property
@@ -79,6 +79,7 @@ class Watcher:
     """Adds up what a replay tells, for all time and since the last line."""
 
     state: State = field(default_factory=State)
+    _counted: dict[str, Counter[str]] = field(default_factory=dict)  # tier -> its takeovers when last asked
     _regions: Counter[str] = field(default_factory=Counter)
     _ttft_s: list[float] = field(default_factory=list)
 
@@ -103,6 +104,14 @@ class Watcher:
         self._regions[region] += 1
         if sample.ttft_s is not None:
             self._ttft_s.append(sample.ttft_s)
+
+    def counted(self, tier: str, takeovers: Counter[str]) -> None:
+        """What a tier has counted; one that was started anew counts from 0 again."""
+        before, total = self._counted.get(tier, Counter()), self.state.takeovers
+        for stage, count in takeovers.items():
+            more = count - before[stage]
+            total[stage] = total.get(stage, 0) + (more if more >= 0 else count)
+        self._counted[tier] = takeovers
 
     def line(self) -> str:
         """What there is to say now; what is said of the last seconds starts over."""
@@ -196,8 +205,11 @@ async def _served(client: httpx.AsyncClient, targets: Sequence[str], wait_s: flo
 
 
 async def _tell(watcher: Watcher, client: httpx.AsyncClient, admins: Sequence[str], file: Path | None) -> None:
-    seen = await asyncio.gather(*(takeovers(client, url) for url in admins), return_exceptions=True)
-    watcher.state.takeovers = dict(sum((counts for counts in seen if isinstance(counts, Counter)), Counter()))
+    async def look(url: str) -> None:
+        with suppress(httpx.HTTPError):  # it may be gone
+            watcher.counted(url, await takeovers(client, url))
+
+    await asyncio.gather(*(look(url) for url in admins))
     typer.echo(watcher.line())
     if file is not None:
         new = file.with_suffix(".new")  # and then renamed: a reader finds the old one or the new one whole

@@ -5,14 +5,16 @@
     - {gpu: l4, count: 6, slots: 16, kv_tokens: 80000, models: [llama-8b]}
     - {gpu: mine, count: 1, alpha_s: 0.02, beta_s: 2e-4, gamma_s: 1e-7, prefill_tokens_per_s: 6000, weight: 2}
 
-`speed` is a factor on the class's constants that nobody tells the balancers; `slots`, `kv_tokens` and `chunk_tokens` are
-limits, which an agent would tell them. `alpha_s`, `beta_s`, `gamma_s`, `prefill_tokens_per_s` and `attention_tokens`
-replace constants of the class. `weight` (default: the measured saturated throughput) is for the weighted policies.
+`speed` is a factor on the class's constants that nobody tells the balancers; `slots`, `kv_tokens` and `chunk_tokens`
+are limits, which an agent would tell them. `alpha_s`, `beta_s`, `gamma_s`, `prefill_tokens_per_s` and
+`attention_tokens` replace constants of the class. `weight` is for the weighted policies, by default the measured
+saturated throughput.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +79,13 @@ def _machine(where: str, entry: Any) -> Machine:
 
 def _number(where: str, entry: dict[str, Any], key: str, default: float = 0.0, least: float | None = None) -> float:
     value = entry.get(key, default)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not (value > 0.0 if least is None else value >= least) or value > 1e12:
+    try:
+        number = nan if isinstance(value, bool) else float(value)  # YAML 1.1 takes 2e-4 for a string
+    except (TypeError, ValueError):
+        number = nan
+    if not (number > 0.0 if least is None else number >= least) or number > 1e12:
         raise ValueError(f"{where}: {key}: {value!r} is no number {'above 0' if least is None else f'from {least:g}'}")
-    return float(value)
+    return number
 
 
 def _count(where: str, entry: dict[str, Any]) -> int:

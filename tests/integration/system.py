@@ -350,9 +350,10 @@ CLUSTER: Path = ("r", "c")
 class Tiers:
     """One tier that runs all stages, or a chain of three, in front of fake engines."""
 
-    def __init__(self, chain: list[TierProcess], engines: tuple[FakeEngine, ...]) -> None:
+    def __init__(self, chain: list[TierProcess], engines: tuple[FakeEngine, ...], spare: list[TierProcess]) -> None:
         self.chain = chain
         self.engines = engines
+        self.spare = spare
 
     @property
     def top(self) -> TierProcess:
@@ -381,7 +382,7 @@ class Tiers:
     def idle(self) -> bool:
         """Whether nothing is under way: no gauge, no reservation, and nothing predicted on any server."""
         return not any(
-            tier.telemetry.in_flight._value.get()
+            tier.telemetry.registry.get_sample_value("headwater_in_flight_requests")
             or any(b.in_flight for b in tier.balancing.balancers.values())
             or any(s.n or s.w or s.p or s.k or s.r for c in self._candidates(tier) for s in c.own)
             for tier in self.chain
@@ -397,32 +398,34 @@ class Tiers:
 
 
 @asynccontextmanager
-async def tiers(*engines: FakeEngine, depth: int = 1, **settings: Any) -> AsyncIterator[Tiers]:
-    """`depth` 1: what `headwater up` is; 3: a tier for each stage. Starts and ends the engines as well."""
+async def tiers(
+    *engines: FakeEngine, depth: int = 1, more: Iterable[Path] = (), **settings: Any
+) -> AsyncIterator[Tiers]:
+    """`depth` 1: what `headwater up` is; 3: a tier for each stage. Starts and ends the engines as well.
+
+    `more`: nodes that get one more balancer each; these stand in `spare`.
+    """
     store = MemoryMembershipStore()
-    nodes: list[Path] = [()] if depth == 1 else [CLUSTER, CLUSTER[:1], ()]
+    nodes: list[Path] = [()] if depth == 1 else [(), CLUSTER[:1], CLUSTER]
     async with AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(engine)
-        chain: list[TierProcess] = []
         serves: Callable[[Path], bool] | None = (lambda path: True) if depth == 1 else None
-        for node in nodes:
-            tier = TierProcess(_settings(node, settings), node, serves=serves, store=store)
-            tier._rng = Random(1)
-            await tier.start()
-            stack.push_async_callback(tier._close, 0.0)
-            chain.insert(0, tier)
+        chain = [TierProcess(_settings(node, settings), node, serves=serves, store=store) for node in nodes]
+        spare = [TierProcess(_settings(node, settings, "spare"), node, store=store) for node in more]
+        await asyncio.gather(*(tier.start() for tier in (*chain, *spare)))
+        stack.push_async_callback(lambda: asyncio.gather(*(tier._close(0.0) for tier in (*chain, *spare))))
         for engine in engines:
             endpoint = Endpoint(engine.name, url=engine.url, models=frozenset({engine.model}), gpu="h100")
             await chain[-1].membership.register_instance(CLUSTER, endpoint)
-        world = Tiers(chain, engines)
+        world = Tiers(chain, engines, spare)
         await eventually(lambda: _known(world), 20.0)
         yield world
 
 
-def _settings(node: Path, settings: Mapping[str, Any]) -> TierConfig:
+def _settings(node: Path, settings: Mapping[str, Any], kind: str = "tier") -> TierConfig:
     values = {
-        "id": "-".join(("tier", *node)),
+        "id": "-".join((kind, *node)),
         "listen": "127.0.0.1:0",
         "admin": "127.0.0.1:0",
         "log": {"access": False},

@@ -1,4 +1,7 @@
-"""kill -9 of any one process under load: nothing fails but the streams that ran through the killed one."""
+"""kill -9 of any one process under load: nothing fails but the streams that ran through the killed one.
+
+And one that is told to leave: nothing fails at all.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tests.integration.system import GLOBALS, LONER, MODEL, System
 from tests.servers import eventually
 
 RATE = 50.0  # requests a second
-KILL_AT_S, REVIVE_AT_S, LAST_S = 2.0, 4.0, 6.0
+KILL_AT_S, REVIVE_AT_S, LAST_S = 1.5, 3.5, 5.0
 OUTPUT_TOKENS = 100  # 0.35 s at the engines' speed: some twenty streams are under way at any time
 SEEN_S = 3.0  # a cut stream ends within this after the kill; a dead process is noticed at once, a busy machine is late
 SKEW_S = 0.1  # between the clock of this test and that of the replay
@@ -69,7 +72,18 @@ async def test_a_killed_process_fails_nothing_but_its_own_streams(system: System
     print(f"all see each other again {await system.settled():.1f} s after the last answer")
 
 
-async def _load(system: System, victim: Victim) -> tuple[list[Sample], float]:
+@pytest.mark.parametrize("name", ["region-east", "instance-west-b"])
+async def test_a_tier_that_is_told_to_leave_fails_nothing(system: System, name: str) -> None:
+    samples, told_s = await _load(system, Victim(name, ""), politely=True)
+    bad = [s for s in samples if not s.ok]
+    print(
+        f"{name}: {len([s for s in samples if _under_way(s, told_s)])} under way when it was told; {_places(samples)}"
+    )
+    assert not bad, Counter((s.stream, s.error, s.status) for s in bad)
+    await eventually(system.idle, 15.0)
+
+
+async def _load(system: System, victim: Victim, *, politely: bool = False) -> tuple[list[Sample], float]:
     """Traffic with a kill and a restart in it: all samples, and when the kill was, as the samples count time."""
     urls = [system.tiers[name].url for name in GLOBALS]
     gone = asyncio.Event()  # clients of a global balancer that is dead use the other one
@@ -78,11 +92,14 @@ async def _load(system: System, victim: Victim) -> tuple[list[Sample], float]:
     async def trouble() -> None:
         nonlocal killed_s
         await asyncio.sleep(KILL_AT_S)
-        system.kill(victim.name)
         killed_s = clock.now() - began
+        if politely:
+            await system.processes[victim.name].stop()
+        else:
+            system.kill(victim.name)
         if victim.name == GLOBALS[1]:
             gone.set()
-        await asyncio.sleep(REVIVE_AT_S - KILL_AT_S)
+        await asyncio.sleep(max(0.0, REVIVE_AT_S - (clock.now() - began)))
         await system.processes[victim.name].start()
         gone.clear()
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fake_engine import ALL, BEFORE_HEAD, MODEL, FakeEngine, Script, token
 from tests.integration.clients import Raw, Response, body_of, chat, events, get, metrics, post, total
-from tests.integration.system import Tiers, open_files, tiers
+from tests.integration.system import CLUSTER, Tiers, open_files, tiers
 from tests.servers import eventually
 
 PATH = "/v1/chat/completions"
@@ -383,6 +383,23 @@ async def test_a_stream_that_stalls_is_ended_and_counted(depth: int) -> None:
         await eventually(lambda: world.engines[0].ended("aborted"), GONE_S)
         await eventually(world.idle, 5.0)
         assert await failures(world) == 1
+
+
+# -- two balancers of one node -----------------------------------------------------------------------------------------
+
+
+async def test_when_one_of_two_balancers_is_gone_the_other_one_is_followed() -> None:
+    async with tiers(FakeEngine("a"), depth=3, more=[CLUSTER[:1]]) as world:
+        both = {t.id: f"127.0.0.1:{t.reports.port}" for t in (world.chain[1], world.spare[0])}
+        followed = [address for address in both.values() if address in world.top.quotes._following]
+        assert len(followed) == 1
+        (gone,) = [t for t in (world.chain[1], world.spare[0]) if both[t.id] == followed[0]]
+        gone.abort()
+        await gone.reports.close()
+        (other,) = set(both.values()) - set(followed)
+        took = await eventually(lambda: other in world.top.quotes._following, 3.0)
+        print(f"the other one is followed after {took:.2f} s")
+        assert [(await world.chat()).status for _ in range(5)] == [200] * 5
 
 
 # -- C07: bodies that are refused here ---------------------------------------------------------------------------------

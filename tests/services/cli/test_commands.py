@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = ("services.demo", "services.bench", "services.engine_sim")
+HEAVY = ("services.demo", "services.bench", "services.engine_sim", "services.sim")
 
 
 def run(*arguments: str, after: str = "") -> subprocess.CompletedProcess[str]:
@@ -20,11 +20,11 @@ def test_help_lists_all_commands():
     shown = run("--help").stdout
     assert all(
         f" {name} " in shown
-        for name in ("up", "global", "region", "instance", "agent", "trace", "bench", "demo", "engine")
+        for name in ("up", "global", "region", "instance", "agent", "trace", "bench", "demo", "engine", "sim")
     )
 
 
-@pytest.mark.parametrize("command", ["bench", "demo", "engine", "global"])
+@pytest.mark.parametrize("command", ["bench", "demo", "engine", "global", "sim"])
 def test_each_command_explains_itself(command):
     done = run(command, "--help")
     assert (done.returncode, done.stderr) == (0, "")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
@@ -83,6 +84,16 @@ def test_a_stream_that_was_broken_off_is_told_from_a_request_that_failed():
     state = watcher.state
     assert (state.sent, state.ok, state.rejected, state.failed, state.cut, state.in_flight) == (5, 1, 1, 2, 1, 0)
     assert "(503 no_endpoints 1, connect 1, stream_error stream_broken 2)" in watcher.line()
+
+
+def test_takeovers_are_added_up_over_tiers_and_their_restarts():
+    watcher = Watcher()
+    watcher.counted("a", Counter(region=3))
+    watcher.counted("b", Counter(region=1, instance=2))
+    watcher.counted("a", Counter(region=5))
+    watcher.counted("b", Counter())  # started anew
+    watcher.counted("b", Counter(region=4))
+    assert watcher.state.takeovers == {"region": 10, "instance": 2}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,512 @@
+"""Measures the goals of scheduling with the production policy and what it learns, in virtual time.
+
+    python bench/scheduling.py                        all rows, two seeds, four windows of the conversation trace
+    python bench/scheduling.py --rows 3,10 --seeds 3  some of them
+    python bench/scheduling.py --write docs/scheduling.md    and put the table into the page
+
+The rows are those of section 5 of `../shared/SCHEDULING.md`, with the traces beside it; 9 waits for a prefix mirror in
+the policy, and R is recovery from change. "As published" is the first 5,000 requests of the conversation trace with
+the capacities of that document, so that seconds can be compared with its own; "windows" are the four quarters of that
+trace, each at the load that was measured on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path as File
+
+from rich.console import Console
+from rich.table import Table
+
+from common import clock
+from common.policy.balancer import Policy
+from common.policy.stages import policy_named
+from common.sim.fleet import FLEETS
+from common.sim.measures import Measures
+from common.sim.scenarios import recovery
+from common.sim.traces import TraceRow
+from common.sim.world import Network
+from common.types import Path, Slo, Tier
+from services.sim.study import Case, Result, Study, by_case, means, read_windows, run_study
+
+OURS = "predicted_completion"
+LATENCY, SERVICE = Case(OURS), Case(OURS, slo=True)  # the two modes: with and without service levels asked for
+WLC, WRR, LC, RR, LWL = (
+    Case(name)
+    for name in (
+        "weighted_least_connections",
+        "weighted_round_robin",
+        "least_connections",
+        "round_robin",
+        "least_work_left",
+    )
+)
+WINDOWS = 4  # of the conversation trace
+FIRST = 5_000  # requests, where one window is enough
+STEPS = 6  # of a bisection
+RECOVERY_SEEDS = 3
+SHORT = 1_500  # requests of a window with --short, which is for trying the script out
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One line of the table."""
+
+    row: str
+    setting: str
+    measure: str
+    goal: str
+    reached: str
+    baseline: str
+    windows: str  # the same over other windows or seeds
+    met: bool
+
+
+class Bench:
+    """Runs studies, each once, and remembers them."""
+
+    def __init__(self, traces: File, seeds: int, jobs: int | None, short: bool, say: Callable[[str], None]) -> None:
+        self.traces = traces
+        self.seeds = seeds
+        self.jobs = jobs
+        self.short = short
+        self.say = say
+        self.simulated = 0.0
+        self._done: dict[tuple[str, int, Study], list[Result]] = {}
+        self._read: dict[tuple[str, int], list[list[TraceRow]]] = {}
+
+    def windows(self, trace: str, count: int) -> list[list[TraceRow]]:
+        """A trace in `count` parts; 0: its first requests."""
+        key = (trace, count)
+        if key not in self._read:
+            limit = SHORT if self.short else FIRST if count == 0 else None
+            copies = 8 if trace == "azure2023_code" else 1
+            file = self.traces / f"{trace}.csv.gz"
+            self._read[key] = read_windows(file, windows=count or 1, limit=limit, copies=copies)
+        return self._read[key]
+
+    def run(self, trace: str, count: int, study: Study) -> list[Result]:
+        """The study on those windows."""
+        key = (trace, count, study)
+        if key not in self._done:
+            self.say(f"{trace}: {', '.join(case.label for case in study.cases)} at {study.load or 0:.3f}")
+            results = run_study(study, self.windows(trace, count), jobs=self.jobs)
+            self.simulated += sum(run.measures.requests for run in results)
+            self._done[key] = results
+        return self._done[key]
+
+    def published(self, cases: Sequence[Case], load: float, **settings: object) -> dict[Case, Measures]:
+        """The conversation trace as published: its beginning, at the capacities of SCHEDULING.md."""
+        study = Study(tuple(cases), load=load, seeds=self.seeds, published_rates=True)
+        return means(self.run("azure2023_conv", 0, replace(study, **settings)))  # type: ignore[arg-type]
+
+    def quarters(self, cases: Sequence[Case], load: float, **settings: object) -> list[Result]:
+        """The four windows of the conversation trace, at measured capacity."""
+        study = Study(tuple(cases), load=load, seeds=self.seeds)
+        return self.run("azure2023_conv", WINDOWS, replace(study, **settings))  # type: ignore[arg-type]
+
+    def other(self, trace: str, cases: Sequence[Case], fleet: str, load: float, count: int = 0) -> list[Result]:
+        """Another trace or fleet, at measured capacity."""
+        study = Study(tuple(cases), FLEETS[fleet], load, seeds=self.seeds)
+        return self.run(trace, count, study)
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+Measure = Callable[[Measures], float]
+
+
+def _e2e_mean(m: Measures) -> float:
+    return m.e2e_s.mean or 0.0
+
+
+def _e2e_p99(m: Measures) -> float:
+    return m.e2e_s.p99 or 0.0
+
+
+def _ttft_p99(m: Measures) -> float:
+    return m.ttft_s.p99 or 0.0
+
+
+def _goodput(m: Measures) -> float:
+    return 100.0 * m.goodput
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1f} %"
+
+
+def _against(results: Sequence[Result], case: Case, base: Case, measure: Measure) -> str:
+    """The mean over windows and seeds, and base ÷ case from the worst window to the best."""
+    found = by_case(results)
+    ratios = [measure(b.measures) / measure(a.measures) for a, b in zip(found[case], found[base], strict=True)]
+    mean = sum(measure(run.measures) for run in found[case]) / len(found[case])
+    return f"{mean:.2f} s; {sum(ratios) / len(ratios):.2f}x ({min(ratios):.2f}…{max(ratios):.2f})"
+
+
+def _each(results: Sequence[Result], case: Case, measure: Measure, form: str = "{:.1f}") -> str:
+    """One figure a window: the mean over its seeds."""
+    windows: dict[int, list[float]] = {}
+    for run in by_case(results)[case]:
+        windows.setdefault(run.window, []).append(measure(run.measures))
+    return " · ".join(form.format(sum(values) / len(values)) for values in windows.values())
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def latency(bench: Bench) -> Iterator[Goal]:
+    """Rows 1 and 2: mean and p99 of the latency mode."""
+    for load, mean_s, p99_s in ((0.7, 6.0, 14.0), (0.85, 8.5, 20.0)):
+        cases = (LATENCY, SERVICE, WLC, LC, WRR, RR)
+        found = bench.published(cases, load)
+        windows = bench.quarters(cases, load)
+        for row, name, limit, measure in (("1", "mean E2E", mean_s, _e2e_mean), ("2", "p99 E2E", p99_s, _e2e_p99)):
+            reached = measure(found[LATENCY])
+            others = ", ".join(f"{n} {measure(found[c]):.1f}" for n, c in (("LC", LC), ("WRR", WRR), ("RR", RR)))
+            yield Goal(
+                row,
+                f"conv, mixed16, {load}, latency mode",
+                name,
+                f"≤ {limit:g} s",
+                _seconds(reached),
+                f"WLC {measure(found[WLC]):.1f}, {others} s",
+                _against(windows, LATENCY, WLC, measure) + " over WLC",
+                reached <= limit,
+            )
+
+
+def service(bench: Bench) -> Iterator[Goal]:
+    """Rows 3 and 4: with service levels."""
+    cases = (LATENCY, SERVICE, WLC, LC, WRR, RR)
+    found, windows = bench.published(cases, 0.85), bench.quarters(cases, 0.85)
+    mine, base = found[SERVICE], found[WLC]
+    for name, limit, measure, more in (
+        ("goodput", 99.5, _goodput, True),
+        ("p99 TTFT", 1.5, _ttft_p99, False),
+        ("mean E2E", 10.5, _e2e_mean, False),
+    ):
+        reached, form = measure(mine), _percent if more else _seconds
+        yield Goal(
+            "3",
+            "conv, mixed16, 0.85, SLO mode",
+            name,
+            f"{'≥' if more else '≤'} {limit:g} {'%' if more else 's'}",
+            form(reached),
+            f"WLC {form(measure(base))}",
+            f"{_each(windows, SERVICE, measure, '{:.2f}')}; WLC {_each(windows, WLC, measure, '{:.2f}')}",
+            reached >= limit if more else round(reached, 2) <= limit,
+        )
+    few = (SERVICE, LATENCY, WLC, LC, WRR)
+    found, windows = bench.published(few, 0.95), bench.quarters(few, 0.95)
+    reached = _goodput(found[SERVICE])
+    yield Goal(
+        "4",
+        "conv, mixed16, 0.95, SLO mode",
+        "goodput",
+        "≥ 92 %",
+        _percent(reached),
+        ", ".join(f"{n} {_goodput(found[c]):.1f}" for n, c in (("WLC", WLC), ("LC", LC), ("WRR", WRR))) + " %",
+        f"{_each(windows, SERVICE, _goodput)}; WLC {_each(windows, WLC, _goodput)}",
+        reached >= 92.0,
+    )
+
+
+def slo_capacity(bench: Bench) -> Iterator[Goal]:
+    """Row 5: the highest load at which so much of the traffic is served within the service level."""
+    for target, over_wlc, over_wrr in ((99.0, 1.06, 1.3), (95.0, None, None)):
+        loads = {case: _highest_load(bench, case, target) for case in (SERVICE, WLC, WRR)}
+        yield Goal(
+            "5",
+            f"conv, mixed16, SLO mode: load at {target:g} % goodput",
+            "load",
+            f"≥ {over_wlc} x WLC, ≥ {over_wrr} x WRR" if over_wlc else "0.94 published",
+            f"{loads[SERVICE]:.3f}",
+            f"WLC {loads[WLC]:.3f}, WRR {loads[WRR]:.3f}",
+            f"{loads[SERVICE] / loads[WLC]:.2f}x, {loads[SERVICE] / loads[WRR]:.2f}x",
+            loads[SERVICE] >= (over_wlc or 1.0) * loads[WLC] and loads[SERVICE] >= (over_wrr or 1.0) * loads[WRR],
+        )
+
+
+def _highest_load(bench: Bench, case: Case, target: float) -> float:
+    """By bisection, to within 0.01."""
+    low, high = 0.4, 1.04
+    for _ in range(STEPS):
+        middle = 0.5 * (low + high)
+        held = _goodput(bench.published((case,), middle)[case]) >= target
+        low, high = (middle, high) if held else (low, middle)
+    return low
+
+
+def mooncake(bench: Bench) -> Iterator[Goal]:
+    """Row 6: long prompts."""
+    for load, limit in ((0.7, 87.0), (0.95, 63.0)):
+        results = bench.other("mooncake_conversation", (SERVICE, LATENCY, WLC, WRR), "mixed16", load, count=2)
+        found = means(results)
+        best = max((SERVICE, LATENCY), key=lambda case: found[case].goodput)
+        yield Goal(
+            "6",
+            f"Mooncake conv, mixed16, {load}",
+            "goodput",
+            f"≥ {limit:g} %",
+            f"{_percent(_goodput(found[SERVICE]))} (SLO), {_percent(_goodput(found[LATENCY]))} (latency)",
+            f"WLC {_percent(_goodput(found[WLC]))}, WRR {_percent(_goodput(found[WRR]))}",
+            f"{_each(results, SERVICE, _goodput)}; WLC {_each(results, WLC, _goodput)}",
+            _goodput(found[best]) >= limit,
+        )
+
+
+def reasoning(bench: Bench) -> Iterator[Goal]:
+    """Row 7: long answers with a heavy tail."""
+    results = bench.other("servegen_deepseek-r1_sampled", (LATENCY, SERVICE, WLC, WRR), "mixed16", 0.85)
+    found = means(results)
+    shown = {case: (_e2e_mean(found[case]), _e2e_p99(found[case])) for case in (LATENCY, SERVICE, WLC)}
+    yield Goal(
+        "7",
+        "DeepSeek-R1, mixed16, 0.85",
+        "mean; p99 E2E",
+        "≤ 19; ≤ 75 s in one mode",
+        "; ".join(f"{name} {a:.1f}, {b:.1f}" for name, (a, b) in zip(("latency", "SLO"), shown.values(), strict=False)),
+        f"WLC {shown[WLC][0]:.1f}, {shown[WLC][1]:.1f} s",
+        f"goodput {_goodput(found[LATENCY]):.1f}, {_goodput(found[SERVICE]):.1f}; WLC {_goodput(found[WLC]):.1f} %",
+        any(shown[case][0] <= 19.0 and shown[case][1] <= 75.0 for case in (LATENCY, SERVICE)),
+    )
+
+
+def alike(bench: Bench) -> Iterator[Goal]:
+    """Row 8: a pool of like servers."""
+    for trace, name in (("azure2023_conv", "conv"), ("mooncake_conversation", "Mooncake")):
+        results = bench.other(trace, (LATENCY, SERVICE, LC, LWL), "homog8", 0.85, count=2)
+        found = means(results)
+        base = found[LC]
+        for case, mode in ((LATENCY, "latency"), (SERVICE, "SLO")):
+            mine = found[case]
+            worse = max(_e2e_mean(mine) / _e2e_mean(base), _e2e_p99(mine) / _e2e_p99(base))
+            ttft = _ttft_p99(base) / _ttft_p99(mine)
+            enough = name != "Mooncake" or _goodput(mine) >= 65.0
+            yield Goal(
+                "8",
+                f"{name}, homog8, 0.85, {mode} mode",
+                "E2E; p99 TTFT; goodput",
+                "E2E ≤ 1.02 x LC, TTFT ≥ 1.4x" + (", ≥ 65 %" if name == "Mooncake" else ""),
+                f"{_e2e_mean(mine):.2f} / {_e2e_p99(mine):.1f} s; {_ttft_p99(mine):.2f} s; {_percent(_goodput(mine))}",
+                f"{_e2e_mean(base):.2f} / {_e2e_p99(base):.1f} s; {_ttft_p99(base):.2f} s; {_percent(_goodput(base))}",
+                f"mean {_e2e_mean(mine) / _e2e_mean(base):.2f}, p99 {_e2e_p99(mine) / _e2e_p99(base):.2f}; TTFT {ttft:.2f}x",
+                worse <= 1.02 and ttft >= 1.4 and enough,
+            )
+
+
+def replicas(bench: Bench) -> Iterator[Goal]:
+    """Row 10: several balancers of one cluster."""
+    one = _goodput(bench.published((SERVICE, WLC), 0.85)[SERVICE])
+    ways = (
+        ("exchange every 50 ms", Network(look_s=None, exchange_s=0.05), 0.5),
+        ("agents' reports alone, every 1 s", Network(), 1.0),
+        ("nothing", Network(look_s=None), 1.0),
+    )
+    for name, network, within in ways:
+        found = bench.published((SERVICE, WLC), 0.85, replicas=4, network=network)
+        many = _goodput(found[SERVICE])
+        yield Goal(
+            "10",
+            f"conv, mixed16, 0.85, SLO mode, 4 replicas: {name}",
+            "goodput",
+            f"within {within:g} of one ({one:.1f} %)",
+            _percent(many),
+            f"WLC {_percent(_goodput(found[WLC]))}",
+            f"E2E {_e2e_mean(found[SERVICE]):.2f} s",
+            many >= one - within,
+        )
+
+
+def decisions(bench: Bench) -> Iterator[Goal]:
+    """Row 11: what a decision costs, on whatever machine this is."""
+    results = bench.other("azure2023_conv", (LATENCY, SERVICE), "mixed64", 0.85)
+    for run in results[: 2 * bench.seeds : bench.seeds]:
+        decision, learning = run.measures.decision_s, run.measures.learning_s
+        yield Goal(
+            "11",
+            f"conv, mixed64, 0.85, {'SLO' if run.case.slo else 'latency'} mode: one decision among 64",
+            "p50; p99",
+            "p99 ≤ 100 µs",
+            f"{1e6 * (decision.p50 or 0.0):.0f}; {1e6 * (decision.p99 or 0.0):.0f} µs",
+            "llm-d 13 to 15 ms",
+            f"first token or end: {1e6 * (learning.p50 or 0.0):.0f}; {1e6 * (learning.p99 or 0.0):.0f} µs",
+            (decision.p99 or 0.0) <= 100e-6,
+        )
+
+
+def robustness(bench: Bench) -> Iterator[Goal]:
+    """Row 12: wrong lengths and wrong speeds."""
+    few = (LATENCY, LWL)
+    right, wrong = bench.published(few, 0.85, lengths="oracle"), bench.published(few, 0.85, lengths="noise:1")
+    worse = {case: _e2e_mean(wrong[case]) / _e2e_mean(right[case]) - 1.0 for case in few}
+    yield Goal(
+        "12",
+        "conv, mixed16, 0.85: lengths off by σ = 1",
+        "mean E2E",
+        "≤ +5 %",
+        f"{100.0 * worse[LATENCY]:+.1f} %",
+        f"LWL {100.0 * worse[LWL]:+.1f} %",
+        f"{_e2e_mean(right[LATENCY]):.2f} to {_e2e_mean(wrong[LATENCY]):.2f} s",
+        worse[LATENCY] <= 0.05,
+    )
+    for sigma, limit in ((0.2, 0.02), (0.4, 0.07)):
+        told = bench.quarters((LATENCY,), 0.85, speed_error=sigma, speeds_known=True)
+        learned = bench.quarters((LATENCY,), 0.85, speed_error=sigma)
+        change = _e2e_mean(means(learned)[LATENCY]) / _e2e_mean(means(told)[LATENCY]) - 1.0
+        yield Goal(
+            "12",
+            f"conv, mixed16, 0.85: servers off their class by σ = {sigma}, learned against told",
+            "mean E2E",
+            f"≤ +{100.0 * limit:.0f} %",
+            f"{100.0 * change:+.1f} %",
+            "-",
+            f"told {_each(told, LATENCY, _e2e_mean, '{:.2f}')}; learned {_each(learned, LATENCY, _e2e_mean, '{:.2f}')}",
+            change <= limit,
+        )
+
+
+def balance(bench: Bench) -> Iterator[Goal]:
+    """Row 13: how far the work on instances differs, which is reported and not optimised."""
+    cases = (LATENCY, SERVICE, WLC, LC, WRR, RR)
+    found, windows = bench.published(cases, 0.85), bench.quarters(cases, 0.85)
+    reached = found[LATENCY].work_l_s
+    yield Goal(
+        "13",
+        "conv, mixed16, 0.85, latency mode",
+        "L work",
+        "≤ 1.2 s",
+        _seconds(reached),
+        ", ".join(f"{n} {found[c].work_l_s:.1f}" for n, c in (("WLC", WLC), ("LC", LC), ("WRR", WRR))) + " s",
+        f"SLO mode {found[SERVICE].work_l_s:.2f}; windows {_each(windows, LATENCY, lambda m: m.work_l_s, '{:.2f}')}",
+        reached <= 1.2,
+    )
+
+
+def recoveries(bench: Bench) -> Iterator[Goal]:
+    """Recovery from change, on generated traffic."""
+
+    def ours(path: Path) -> Policy:
+        return policy_named(OURS, tier=Tier.of(path))
+
+    seeds = range(1 if bench.short else RECOVERY_SEEDS)
+    for slo, mode in ((Slo(), "latency"), (Slo(2.0, 0.1), "SLO")):
+        bench.say(f"recovery, {mode} mode")
+        slowed = [recovery.slowed(ours, seed, slo=slo).ratio for seed in seeds]
+        yield Goal(
+            "R",
+            f"two servers drop to half speed, {mode} mode",
+            "mean E2E 30 to 60 s later, over the steady state",
+            "≤ 1.10",
+            f"{sum(slowed) / len(slowed):.2f}",
+            "-",
+            f"{min(slowed):.2f}…{max(slowed):.2f}",
+            max(slowed) <= 1.10,
+        )
+        spread = [recovery.burst(ours, seed, slo=slo) for seed in seeds]
+        within = [one.within_5_s for one in spread]
+        yield Goal(
+            "R",
+            f"arrivals x 5, {mode} mode",
+            "distance of shares by class from the steady ones, 5 to 10 s later",
+            "≤ 0.10",
+            f"{sum(within) / len(within):.3f}",
+            f"noise {sum(one.noise for one in spread) / len(spread):.3f}",
+            f"{min(within):.3f}…{max(within):.3f}; first 5 s {max(one.pieces[0] for one in spread):.3f}",
+            max(within) <= 0.10,
+        )
+        for restarted, what in ((False, "a new a100 joins"), (True, "an a100 restarts empty")):
+            fresh = [recovery.fresh(ours, seed, slo=slo, restarted=restarted) for seed in seeds]
+            worst = max(one.worst for one in fresh)
+            yield Goal(
+                "R",
+                f"{what} under load 0.85, {mode} mode",
+                "most in a second, fair shares",
+                "≤ 2",
+                f"{worst:.1f}",
+                "-",
+                f"first minute {sum(one.first_minute for one in fresh) / len(fresh):.2f}",
+                worst <= 2.0,
+            )
+
+
+ROWS: dict[str, Callable[[Bench], Iterator[Goal]]] = {
+    "1": latency,
+    "3": service,
+    "5": slo_capacity,
+    "6": mooncake,
+    "7": reasoning,
+    "8": alike,
+    "10": replicas,
+    "11": decisions,
+    "12": robustness,
+    "13": balance,
+    "R": recoveries,
+}
+"""Row of SCHEDULING.md, section 5 (1 stands for 1 and 2, 3 for 3 and 4) -> what measures it."""
+
+COLUMNS = ("#", "setting", "measure", "goal", "reached", "baseline", "windows, seeds", "met")
+BEGIN, END = "<!-- goals: written by bench/scheduling.py -->", "<!-- end of goals -->"
+
+
+def _cells(goal: Goal) -> tuple[str, ...]:
+    met = "yes" if goal.met else "**no**"
+    return (goal.row, goal.setting, goal.measure, goal.goal, goal.reached, goal.baseline, goal.windows, met)
+
+
+def markdown(goals: Sequence[Goal]) -> str:
+    """The table as the page has it."""
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    lines += [f"| {' | '.join(_cells(goal))} |" for goal in goals]
+    return "\n".join(lines)
+
+
+def write(page: File, goals: Sequence[Goal]) -> None:
+    """Put the table between its marks in a page. Raises ValueError where it has none."""
+    text = page.read_text(encoding="utf-8")
+    before, found, rest = text.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not found or not ended:
+        raise ValueError(f"{page}: no {BEGIN} … {END}")
+    page.write_text(f"{before}{BEGIN}\n{markdown(goals)}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> int:
+    """Measure, print, and say by the exit status whether all goals were met (0) or not (1)."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=None)
+    parser.add_argument("--short", action="store_true", help=f"{SHORT} requests a window: to try the script out")
+    parser.add_argument("--traces", type=File, default=File(__file__).parents[2] / "shared" / "traces")
+    parser.add_argument("--write", type=File, default=None, metavar="PAGE", help="a page with marks for the table")
+    asked = parser.parse_args()
+    rows = asked.rows.split(",")
+    if unknown := [row for row in rows if row not in ROWS]:
+        parser.error(f"no such row: {', '.join(unknown)}")
+    errors = Console(stderr=True)
+    bench = Bench(asked.traces, asked.seeds, asked.jobs, asked.short, errors.print)
+    began = clock.now()
+    goals = [goal for row in rows for goal in ROWS[row](bench)]
+    table = Table(*COLUMNS, show_lines=True)
+    for goal in sorted(goals, key=lambda goal: (not goal.row.isdigit(), int(goal.row) if goal.row.isdigit() else 0)):
+        table.add_row(*_cells(goal))
+    console = Console()
+    console.width = max(console.width, 180)
+    console.print(table)
+    console.print(f"{bench.simulated:,.0f} requests counted; {clock.now() - began:.0f} s")
+    if asked.write is not None:
+        write(asked.write, goals)
+    return 0 if all(goal.met for goal in goals) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

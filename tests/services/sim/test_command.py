@@ -1,0 +1,77 @@
+"""`headwater sim` as it is typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from services.sim.__main__ import sim
+
+app = typer.Typer()
+app.command()(sim)
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in (*arguments, "--jobs", 1)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def trace_in(tmp_path: Path) -> Path:
+    path = tmp_path / "t.csv"
+    rows = "\n".join(f"{i / 10},{100 + 37 * (i % 20)},{20 + 13 * (i % 11)}" for i in range(120))
+    path.write_text("arrival_s,input_tokens,output_tokens\n" + rows)
+    return path
+
+
+def test_a_trace_a_fleet_and_two_policies_give_a_table_and_files(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text("- {gpu: h100}\n- {gpu: l4, count: 2}\n")
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "html", "requests")}
+    code, output = run(
+        *("--trace", trace_in(tmp_path), "--fleet", fleet, "--policy", "predicted_completion,round_robin"),
+        *("--load", 0.5, "--replicas", 2, "--exchange", 50, "--lengths", "noise:0.5", "--windows", 2),
+        *("--fault", "slow@3:h100-0:0.5", "--fault", "burst@1:2:2", "--link", 1, "--reports", "none"),
+        *(part for name, file in files.items() for part in (f"--{name}", file)),
+    )
+    assert code == 0, output
+    assert "predicted_completion" in output
+    assert "round_robin ÷" in output
+    assert "a minute" in output
+    told = json.loads(files["json"].read_text())
+    assert told["settings"]["exchange"] == "50"
+    assert {run["window"] for run in told["runs"]} == {0, 1}
+    assert all(file.stat().st_size > 500 for file in files.values())
+
+
+def test_without_a_trace_traffic_is_generated() -> None:
+    code, output = run("--limit", 60, "--fleet", "ha8", "--policy", "least_work_left")
+    assert code == 0, output
+    assert "57 requests counted a run" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--trace", "no.csv"), "no.csv"),
+        (("--policy", "best"), "policy 'best'"),
+        (("--policy", ","), "--policy: none given"),
+        (("--fleet", "none"), "--fleet none: neither"),
+        (("--lengths", "guess"), "lengths 'guess'"),
+        (("--load", "-1"), "--load -1.0: must be more than 0"),
+        (("--load", "1", "--rate", "2"), "give --load or --rate"),
+        (("--exchange", "soon"), "--exchange soon: neither"),
+        (("--fault", "die"), "'die': no @SECONDS"),
+        (("--fault", "die@1:x-9"), "no instance x-9"),
+        (("--baseline", "round_robin", "--policy", "least_connections"), "--baseline round_robin: is not among"),
+    ],
+)
+def test_a_slip_is_one_line_that_names_it(arguments: tuple[str, ...], said: str) -> None:
+    code, output = run("--limit", 40, *arguments)
+    assert code == 1
+    assert said in output
+    assert "Traceback" not in output
