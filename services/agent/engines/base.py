@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from enum import Enum
 from math import isfinite
 from typing import Any, Protocol
 
@@ -42,11 +43,19 @@ class Answer:
             return None
 
 
+class Listener(Enum):
+    """Some servers answer on several ports: requests on one, metrics or management on others."""
+
+    MAIN = "main"
+    METRICS = "metrics"
+    MANAGEMENT = "management"
+
+
 class Ask(Protocol):
     """GETs a path of one server, bounded in time and size; `http.Scraper.of` makes them."""
 
-    def __call__(self, path: str) -> Awaitable[Answer]:
-        """The answer to `GET path`."""
+    def __call__(self, path: str, listener: Listener = Listener.MAIN, ports_up: int = 0) -> Awaitable[Answer]:
+        """The answer to `GET path`, from a listener as configured, else `ports_up` ports above the server's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +63,20 @@ class EngineState:
     """What one look at a server showed. None (for models: None too) is what it does not say, or said nonsense of."""
 
     phase: Phase = Phase.SERVING
-    models: frozenset[str] | None = None
+    models: frozenset[str] | None = None  # what requests may name, aliases and LoRA adapters included
+    adapters: frozenset[str] | None = None  # those of the models that are LoRA adapters
+    versions: frozenset[tuple[str, str]] = field(default=frozenset())  # (model, version), where it tells versions
+    warm_models: frozenset[str] | None = None  # in memory now, the others must be loaded first; None: all, or untold
     max_model_len: int | None = None  # tokens of prompt and answer together
+    max_running: float | None = None  # requests it computes at once; further ones wait in it
     running: float | None = None  # requests being computed
     waiting: float | None = None  # requests the server holds back
     kv_utilization: float | None = None  # fraction, 0…1
     kv_tokens: float | None = None  # how many tokens its KV cache holds
     generated_tokens: float | None = None  # counter since it began
-    steps: float | None = None  # counter of engine steps since it began
+    steps: float | None = None  # counter of engine steps or executions since it began: moves while work gets done
+    tokens_per_s: float | None = None  # generated just now, by its own reckoning
+    prompt_tokens_per_s: float | None = None  # prompts read just now, by its own reckoning
     started_s: float | None = None  # when its process began, by its own clock: compared with its earlier word only
     problems: frozenset[str] = field(default=frozenset())  # what could not be read, in words for a log
 
@@ -86,6 +101,16 @@ class Adapter(Protocol):
 
     async def look(self, ask: Ask) -> EngineState | Unreachable:
         """The server's present state."""
+
+
+def positive(value: float | None) -> float | None:
+    """A capacity if it can be one: finite and above 0."""
+    return value if value is not None and isfinite(value) and value > 0.0 else None
+
+
+def number(value: object) -> float | None:
+    """A number out of JSON; None for anything else, true and false included."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def counted(value: float | None) -> float | None:

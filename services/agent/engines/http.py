@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from types import TracebackType
 from typing import Final, Self
+from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
-from services.agent.engines.base import Answer, Ask
+from services.agent.engines.base import Answer, Ask, Listener
 
 MAX_BODY_BYTES: Final = 4 * 1024 * 1024  # a vLLM page is 0.1 MB, with many LoRA adapters 1 MB
 KEEPALIVE_S: Final = 2.0  # an idle connection is not used again after this: servers close theirs after 5 s
@@ -23,7 +25,7 @@ class Scraper:
         self.max_body_bytes = max_body_bytes
         self._client = httpx.AsyncClient(
             # No common limit, or servers that hang would take the connections of those that do not; each is asked for
-            # three things at most at a time.
+            # a few things at most at a time.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S),
             timeout=timeout_s,
             headers={"accept-encoding": "identity", "user-agent": "headwater-agent"},
@@ -31,11 +33,15 @@ class Scraper:
             trust_env=False,  # a proxy of the environment is for the world outside, not for the server next door
         )
 
-    def of(self, url: str) -> Ask:
-        """What asks the server at this base URL."""
+    def of(self, url: str, *, metrics_url: str | None = None, management_url: str | None = None) -> Ask:
+        """What asks the server at this base URL, and its other listeners: `InstanceConfig` has what these are."""
 
-        async def ask(path: str) -> Answer:
-            return await self._get(url + path)
+        def ask(path: str, listener: Listener = Listener.MAIN, ports_up: int = 0) -> Awaitable[Answer]:
+            if listener is Listener.METRICS and metrics_url:
+                return self._get(metrics_url if urlsplit(metrics_url).path else metrics_url + path)
+            if listener is Listener.MANAGEMENT and management_url:
+                return self._get(management_url + path)
+            return self._get((beside(url, ports_up) if ports_up else url) + path)
 
         return ask
 
@@ -76,13 +82,22 @@ class Scraper:
         await self.close()
 
 
+def beside(url: str, ports_up: int) -> str:
+    """The base URL of a listener on the same host, this many ports above; without the URL's path, which is not its."""
+    parts = urlsplit(url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    port = (parts.port or (443 if parts.scheme == "https" else 80)) + ports_up
+    return urlunsplit((parts.scheme, f"{host}:{port}", "", "", ""))
+
+
 def remembered(ask: Ask) -> Ask:
     """Asks for each path once: adapters that all try to recognise one server share what it answered."""
-    answers: dict[str, Answer] = {}
+    answers: dict[tuple[str, Listener, int], Answer] = {}
 
-    async def again(path: str) -> Answer:
-        if path not in answers:
-            answers[path] = await ask(path)
-        return answers[path]
+    async def again(path: str, listener: Listener = Listener.MAIN, ports_up: int = 0) -> Answer:
+        key = (path, listener, ports_up)
+        if key not in answers:
+            answers[key] = await ask(path, listener, ports_up)
+        return answers[key]
 
     return again

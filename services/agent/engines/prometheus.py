@@ -62,6 +62,15 @@ class Page:
                 return total if isfinite(total) else None
         return None
 
+    def total_where(self, names: Iterable[str], label: str, value: str) -> float | None:
+        """The same, of the series that have this label."""
+        for name in names:
+            values = [s.value for s in self.samples(name) if s.labels.get(label) == value]
+            if values:
+                total = sum(values)
+                return total if isfinite(total) else None
+        return None
+
     def mean(self, names: Iterable[str]) -> float | None:
         """The same with the mean of the series."""
         for name in names:
