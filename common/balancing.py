@@ -207,6 +207,16 @@ class Balancing:
         return frozenset(found)
 
     @property
+    def serving(self) -> bool:
+        """Whether some instance takes work."""
+        return any(
+            c.phase is Phase.SERVING
+            for path, b in self.balancers.items()
+            if len(path) == 2
+            for c in b.candidates.values()
+        )
+
+    @property
     def empty(self) -> bool:
         """Whether no instance has ever been seen, so that nothing can be said of any model."""
         return not self._models and not self.any_model()

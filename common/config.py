@@ -190,6 +190,13 @@ class Auth(Section):
     """Keys that sign the route header: the first signs, all verify; none: one that all tiers find in etcd."""
 
 
+class CorsSection(Section):
+    """Browsers on other origins."""
+
+    allowed_origins: tuple[str, ...] = ()
+    """Origins that may call, as in https://app.example.com; `*` allows all."""
+
+
 class Network(Section):
     """The network between tiers."""
 
@@ -242,6 +249,7 @@ class TierConfig(Section):
     redis: Redis = Redis()
     tracing: Tracing = Tracing()
     auth: Auth = Auth()
+    cors: CorsSection = CorsSection()
     network: Network = Network()
     reports: Reports = Reports()
 

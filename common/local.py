@@ -1,4 +1,4 @@
-"""What the data listener answers itself: which models there are, and that it is alive.
+"""What the data listener answers itself: which models there are, and that it is alive, in each API's own words.
 
 A FastAPI application; everything that is relayed never comes here.
 """
@@ -6,6 +6,7 @@ A FastAPI application; everything that is relayed never comes here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -15,18 +16,22 @@ from common import apis
 from common.balancing import Balancing
 from common.errors import ModelNotFound
 
+# Handlers are coroutines, although they await nothing: others would run in threads, over maps that the loop changes.
+
 
 def local_app(balancing: Balancing, ready: Callable[[], bool]) -> FastAPI:
-    """The application beside the relay on the data listener.
-
-    Coroutines all: FastAPI runs plain functions on a thread, where what they read changes under them.
-    """
+    """The application beside the relay on the data listener."""
     app = FastAPI(title="Headwater", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, object]:
+    async def models(request: Request) -> dict[str, Any]:
         """All models that some live instance serves, merged."""
-        return {"object": "list", "data": [_model(m) for m in sorted(balancing.models())]}
+        names = sorted(balancing.models())
+        if "anthropic-version" in request.headers:
+            listed = [{"type": "model", "id": m, "display_name": m, "created_at": EPOCH} for m in names]
+            ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
+            return {"data": listed, "has_more": False, **ends}
+        return {"object": "list", "data": [_model(m) for m in names]}
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
@@ -34,23 +39,48 @@ def local_app(balancing: Balancing, ready: Callable[[], bool]) -> FastAPI:
         if model in balancing.models():
             return JSONResponse(_model(model))
         error = ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
-        return Response(apis.error_body("openai", error), error.status, media_type="application/json")
+        return Response(apis.error_body(apis.Family.OPENAI, error), error.status, media_type="application/json")
+
+    @app.get("/api/tags")
+    async def tags() -> dict[str, Any]:
+        """The same as Ollama lists them."""
+        return {"models": [{"name": m, "model": m} for m in sorted(balancing.models())]}
 
     @app.get("/health")
+    @app.get("/v2/health/live")
     async def health() -> Response:
         """200 while requests are taken, 503 once this process is draining."""
         return PlainTextResponse("ok" if ready() else "draining", 200 if ready() else 503)
+
+    @app.get("/v2/health/ready")
+    async def can_infer() -> Response:
+        """200 while requests are taken and some instance serves, in the words of the Open Inference Protocol."""
+        serving = ready() and balancing.serving
+        return PlainTextResponse("" if serving else "no instance is ready", 200 if serving else 400)
+
+    @app.get("/v2")
+    async def server() -> dict[str, Any]:
+        """What this is, in the same protocol."""
+        return {"name": "headwater", "version": "", "extensions": []}
+
+    @app.get("/ping")
+    async def ping() -> dict[str, str]:
+        """In TorchServe's words."""
+        return {"status": "Healthy" if ready() and balancing.serving else "Unhealthy"}
 
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         message = f"{request.method} {request.url.path[:200]} is not served here"
         headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-        body = apis.error_body("openai", (status, message))
+        body = apis.error_body(apis.family_of(request.url.path), (status, message))
         return Response(body, status, media_type="application/json", headers=headers)
 
     return app
 
 
-def _model(name: str) -> dict[str, object]:
+EPOCH = "1970-01-01T00:00:00Z"  # nobody knows when a served model was made
+
+
+def _model(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "headwater"}

@@ -32,9 +32,10 @@ from common.policy.admission import RetryBudget
 from common.policy.output_length import OutputLength
 from common.policy.stages import Route
 from common.records import AttemptRecord, Ending, RequestRecord, StageRecord
-from common.relay import heads
+from common.relay import cors, heads
 from common.relay.body import Observer
 from common.relay.client import Exchange
+from common.relay.coding import decoded
 from common.relay.relay import Relay
 from common.relay.upstream import Answer, Sending, Verdict
 from common.route import HEADER, MAX_HOPS, RouteSigner
@@ -51,6 +52,7 @@ MAX_TRIES = 8  # hops tried for one request, refused connections and rejections 
 PEER_SLACK_S = 1.0  # by how much a tier waits longer than the one below it
 MAX_RETRY_AFTER_S = 60.0  # a server may ask for no longer a pause
 OVERLOAD = (429, 503, 529)
+DECODED_HERE_BYTES = 65_536  # compressed bodies above this are decoded by a thread
 
 
 @dataclass(slots=True)
@@ -80,11 +82,12 @@ class Serving:
         affinity: Affinity,
         telemetry: Telemetry,
         signer: RouteSigner,
-        local: Callable[[Exchange], Awaitable[None]],
+        local: Callable[[Exchange, heads.Headers], Awaitable[None]],
         *,
         attempts: int,
         budget_ratio: float,
         sample_ratio: float,
+        allowed_origins: tuple[str, ...] = (),
         rng: Random,
     ) -> None:
         self.process_id = process_id
@@ -95,6 +98,7 @@ class Serving:
         self.signer = signer
         self.lengths = OutputLength()
         self.relay: Relay
+        self.cors = cors.Cors(allowed_origins)
         self._local = local
         self._attempts = attempts
         self._budget = RetryBudget(budget_ratio)
@@ -105,14 +109,15 @@ class Serving:
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request."""
-        api = apis.route(exchange.method.decode(), exchange.path)
-        if api is None:
-            await self._local(exchange)
+        matched = apis.match(exchange.method.decode("latin-1"), exchange.path)
+        if matched is None:
+            await self._answer_locally(exchange)
             return
+        api = matched.api
         context = tracecontext.read(exchange.headers, self._rng, self._sample_ratio)
         record = self._open(exchange, api, context)
         try:
-            carried = await self._read(exchange, api, record, context)
+            carried = await self._read(exchange, matched, record, context)
             self.telemetry.began(record)
             await self._carry(carried)
         except LBError as error:
@@ -140,8 +145,21 @@ class Serving:
             operation=api.operation,
         )
 
+    async def _answer_locally(self, exchange: Exchange) -> None:
+        """A preflight, or what the application beside the relay answers."""
+        if exchange.method == b"OPTIONS" and heads.find(exchange.headers, b"origin") is not None:
+            fields = self.cors.preflight(exchange.headers)
+            if fields is not None:
+                exchange.client.respond(204, fields, b"")
+                return
+            family = apis.family_of(exchange.path)
+            body = apis.error_body(family, (403, "this origin may not call here; see cors.allowed_origins"))
+            exchange.client.respond(403, [(b"content-type", b"application/json")], body)
+            return
+        await self._local(exchange, self.cors.answer(exchange.headers))
+
     async def _read(
-        self, exchange: Exchange, api: apis.Api, record: RequestRecord, context: tracecontext.TraceContext
+        self, exchange: Exchange, matched: apis.Match, record: RequestRecord, context: tracecontext.TraceContext
     ) -> _Carried:
         """What policy needs to know: from the peer's header, or from the body when the request begins here."""
         header = heads.find(exchange.headers, HEADER)
@@ -150,13 +168,13 @@ class Serving:
             raise NoEndpoints("the request has passed too many tiers")
         record.from_peer = told is not None
         record.executions = told.attempts if told is not None else 0
-        request = told.request if told is not None else await self._understand(exchange, api, record, context)
+        request = told.request if told is not None else await self._understand(exchange, matched, record, context)
         record.model, record.stream, record.tenant = request.model, request.stream, request.tenant
         record.input_tokens, record.has_session = request.input_tokens, bool(request.session)
         record.predicted_output_tokens = request.output_tokens
         return _Carried(
             exchange,
-            api,
+            matched.api,
             request,
             told.node if told is not None else (),
             record,
@@ -167,33 +185,42 @@ class Serving:
         )
 
     async def _understand(
-        self, exchange: Exchange, api: apis.Api, record: RequestRecord, context: tracecontext.TraceContext
+        self, exchange: Exchange, matched: apis.Match, record: RequestRecord, context: tracecontext.TraceContext
     ) -> InferenceRequest:
-        fields = apis.read_body(exchange.body)
-        model = record.model = apis.model_of(fields)
+        coding = exchange.header(b"content-encoding")
+        if coding is not None:
+            await self._decode(exchange, coding)
+        api, ask = matched.api, apis.understand(matched, exchange.header, exchange.body)
+        model = record.model = ask.model
         if self.balancing.empty:
             raise NoEndpoints("no instance is registered yet", retry_after_s=1.0)
-        if not self.balancing.known(model) and not self.balancing.any_model():
+        if not api.model_optional and not self.balancing.known(model) and not self.balancing.any_model():
             raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
-        text, cap = fields.text, apis.token_cap(fields)
-        input_tokens = max(1, round(len(text) / apis.BYTES_PER_TOKEN))
-        expected = self.lengths.expect(model, "", input_tokens, cap) if api.generates else apis.EMBEDDING_OUTPUT
-        session = apis.session_key(fields, exchange.header(b"x-session-id"), _session_cookie(exchange))
+        input_tokens = max(1, round(ask.size / apis.BYTES_PER_TOKEN))
         request = InferenceRequest(
             context.trace_id,
             model,
-            api.family,
-            apis.wants_stream(fields),
+            api.family.value,
+            ask.stream,
             input_tokens,
-            cap,
-            expected,
-            apis.prefix_hashes(text),
-            session,
+            ask.cap,
+            self.lengths.expect(model, "", input_tokens, ask.cap) if api.generates else 0.0,
+            ask.prefix_hashes,
+            ask.session,
         )
-        placement = await self.affinity.lookup(session) if session else None
+        placement = await self.affinity.lookup(ask.session) if ask.session else None
         if placement is None:
             return request
         return replace(request, warm=placement.path, warm_tokens=placement.tokens)
+
+    async def _decode(self, exchange: Exchange, codings: str) -> None:
+        """Take a request's content codings off: routing has to read the body, and few servers could."""
+        limit = exchange.client.limits.max_body_bytes
+        if len(exchange.body) > DECODED_HERE_BYTES:
+            exchange.body = await asyncio.to_thread(decoded, exchange.body, codings, limit)
+        else:
+            exchange.body = decoded(exchange.body, codings, limit)
+        exchange.headers = [(k, v) for k, v in exchange.headers if k != b"content-encoding"]
 
     async def _carry(self, c: _Carried) -> None:
         """Try routes until one answers, or the budget says stop."""
@@ -299,6 +326,9 @@ class Serving:
             if heads.find(headers, REJECTED) is not None if route.peer else status in OVERLOAD:
                 return Verdict.COLLECT
             sending.added = self._response_headers(c, route, headers)
+            if self.cors and not c.record.from_peer:
+                sending.added += heads.lines(self.cors.answer(exchange.headers))
+                sending.replaced = cors.PREFIX
             return Verdict.RELAY
 
         def first_byte() -> None:
@@ -309,9 +339,8 @@ class Serving:
                 self.balancing.first_token(route)
 
         def break_words(observer: Observer, message: str) -> bytes:
-            if not observer.sse or observer.told_of_error:
-                return b""
-            return (b"" if observer.between_events else b"\n\n") + apis.error_event(c.api.family, message)
+            event = apis.error_event(c.api.family, observer.content_type, message)
+            return observer.event_end + event if event and not observer.told_of_error else b""
 
         sending = Sending(exchange, head, exchange.body, judge, first_byte, break_words=break_words)
         if route.peer:  # the tier next to the server gives up first: it alone knows whom to blame, and where to go on
@@ -407,7 +436,7 @@ class Serving:
             return  # the relay has ended it in the open already
         record.status = error.status
         record.ending = Ending.BROKE_BEFORE if isinstance(error, UpstreamError) else Ending.REFUSED
-        headers = [(b"content-type", b"application/json")]
+        headers = [(b"content-type", b"application/json"), *self.cors.answer(exchange.headers)]
         added = [(DECISION, record.id.encode())]
         if error.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
@@ -447,14 +476,3 @@ def _retry_after(headers: heads.Headers) -> float | None:
     if value is None or not value.strip().isdigit():
         return None
     return min(float(value), MAX_RETRY_AFTER_S)
-
-
-def _session_cookie(exchange: Exchange) -> str | None:
-    cookies = heads.find(exchange.headers, b"cookie")
-    if cookies is None:
-        return None
-    for part in cookies.split(b";"):
-        name, _, value = part.strip().partition(b"=")
-        if name == b"headwater-session":
-            return value.decode("latin-1")
-    return None

@@ -31,6 +31,7 @@ from common.policy.stages import POLICIES, policy_named
 from common.quotes import Quotes
 from common.relay.asgi import AsgiApp, answer_with
 from common.relay.client import Exchange
+from common.relay.heads import Headers
 from common.relay.relay import Relay
 from common.reporting import ReportServer
 from common.route import RouteSigner
@@ -107,8 +108,8 @@ class TierProcess:
         )
         local: AsgiApp = local_app(self.balancing, lambda: not self.draining)
 
-        async def answer_locally(exchange: Exchange) -> None:
-            await answer_with(local, exchange)
+        async def answer_locally(exchange: Exchange, added: Headers) -> None:
+            await answer_with(local, exchange, added)
 
         self.serving = Serving(
             self.id,
@@ -121,11 +122,12 @@ class TierProcess:
             attempts=config.retry.attempts,
             budget_ratio=config.retry.budget_ratio,
             sample_ratio=config.tracing.sample_ratio,
+            allowed_origins=config.cors.allowed_origins,
             rng=self._rng,
         )
         self.relay = Relay(
             self.serving.serve,
-            lambda exchange, status, message: (b"application/json", apis.error_body("openai", (status, message))),
+            _refusal,
             config.limits,
             config.upstream,
             max_connections=config.limits.max_connections,
@@ -355,6 +357,11 @@ class TierProcess:
         self.telemetry.close()
         if self._export is not None:
             await asyncio.to_thread(self._export.close, 2.0)
+
+
+def _refusal(exchange: Exchange, status: int, message: str) -> tuple[bytes, bytes]:
+    """What a client is told of a request that cannot be taken, in the shape of the API it calls."""
+    return b"application/json", apis.error_body(apis.family_of(exchange.path), (status, message))
 
 
 class _AdminServer(uvicorn.Server):

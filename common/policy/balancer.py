@@ -166,7 +166,7 @@ class Balancer:
         """Choose and reserve in one step. Costs O(candidates)."""
         if self._unseen:
             self._settle(now)
-        if not exclude:
+        if not exclude and request.model:
             plain = self._qualified.get(request.model) or self._all_plain(request, now)
             if plain is not None:
                 return self._take(request, plain[0], plain[1], now, rng)

@@ -15,9 +15,10 @@ Filter = Callable[[InferenceRequest, "Sequence[Candidate]", float], "list[Candid
 
 
 def serves_model(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
-    """Serves the request's model, as far as it says; a request without a model may go anywhere."""
+    """Serves the request's model, as far as it says; one without a model goes to whoever speaks its API."""
     if not request.model:
-        return list(candidates)
+        speaks = ENGINES_OF.get(request.api)
+        return [c for c in candidates if speaks is None or c.depth < 2 or c.endpoint.engine in speaks]
     return [c for c in candidates if c.endpoint.serves(request.model)]
 
 
@@ -34,3 +35,6 @@ def not_ejected(request: InferenceRequest, candidates: Sequence[Candidate], now:
 def has_capacity(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
     """Below its bound of requests in flight from here, and not cooling off after it refused one."""
     return [c for c in candidates if c.in_flight < c.max_in_flight and now >= c.busy_until]
+
+
+ENGINES_OF = {"ollama": ("ollama",), "kserve": ("triton",), "torchserve": ("torchserve",)}

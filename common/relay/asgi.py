@@ -11,20 +11,20 @@ from typing import Any
 from urllib.parse import unquote
 
 from common.relay.client import Exchange
-from common.relay.heads import INTERNAL_PREFIX
+from common.relay.heads import INTERNAL_PREFIX, Headers
 
 Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 
-async def answer_with(app: AsgiApp, exchange: Exchange) -> None:
-    """Run the application on one request and write its answer."""
+async def answer_with(app: AsgiApp, exchange: Exchange, added: Headers) -> None:
+    """Run the application on one request and write its answer, with some header fields more."""
     path, _, query = exchange.target.partition(b"?")
     scope: Message = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.0" if exchange.old else "1.1",
-        "method": exchange.method.decode(),
+        "method": "GET" if exchange.method == b"HEAD" else exchange.method.decode(),
         "scheme": "http",
         "path": unquote(path.decode("latin-1")),
         "raw_path": path,
@@ -52,4 +52,4 @@ async def answer_with(app: AsgiApp, exchange: Exchange) -> None:
             body.extend(message.get("body", b""))
 
     await app(scope, receive, send)
-    exchange.client.respond(status, headers, bytes(body))
+    exchange.client.respond(status, [*headers, *added], bytes(body))

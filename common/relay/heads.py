@@ -29,6 +29,8 @@ HOP_BY_HOP = frozenset(
         b"expect",
     )
 )
+NOT_RELAYED = HOP_BY_HOP | {b"content-length"}  # of a response: its framing is written anew
+X = ord("x")
 # Rewritten by us for the next hop.
 OURS = HOP_BY_HOP | {b"content-length", b"host", b"traceparent", b"tracestate"}
 
@@ -64,12 +66,13 @@ def internal(name: bytes) -> bool:
 
 def passed_on(headers: Headers) -> bytes:
     """The client's headers as they go to the next hop, without what is ours or this hop's alone."""
-    drop = named_in_connection(headers) if find(headers, b"connection") else frozenset()
-    return b"".join(
-        b"%b: %b\r\n" % (key, value)
-        for key, value in headers
-        if key not in OURS and key not in drop and not internal(key)
-    )
+    drop = named_in_connection(headers) if find(headers, b"connection") else None
+    lines = []
+    for key, value in headers:
+        if key in OURS or (key[0] == X and internal(key)) or (drop and key in drop):
+            continue
+        lines.append(b"%b: %b\r\n" % (key, value))
+    return b"".join(lines)
 
 
 def request_head(method: bytes, target: bytes, host: bytes, kept: bytes, added: bytes, length: int | None) -> bytes:
@@ -79,23 +82,27 @@ def request_head(method: bytes, target: bytes, host: bytes, kept: bytes, added: 
 
 
 def response_head(
-    status: int, headers: Sequence[tuple[bytes, bytes]], *, added: bytes = b"", framing: bytes, close: bool
+    status: int,
+    headers: Sequence[tuple[bytes, bytes]],
+    *,
+    added: bytes = b"",
+    framing: bytes,
+    close: bool,
+    replaced: bytes | None = None,
 ) -> bytes:
-    """A response head for the client; `framing` is a content-length or transfer-encoding line, or empty."""
-    drop = named_in_connection(list(headers)) if find(headers, b"connection") else frozenset()
-    kept = b"".join(
-        b"%b: %b\r\n" % (key, value)
-        for key, value in headers
-        if key not in HOP_BY_HOP and key != b"content-length" and key not in drop and not internal(key)
-    )
-    return b"HTTP/1.1 %d %b\r\n%b%b%b%b\r\n" % (
-        status,
-        REASONS.get(status, b"-"),
-        kept,
-        added,
-        framing,
-        b"connection: close\r\n" if close else b"",
-    )
+    """A response head for the client; `framing` is a content-length or transfer-encoding line, or empty.
+
+    Fields whose names begin with `replaced` are left out: `added` has others in their stead.
+    """
+    drop = named_in_connection(list(headers)) if find(headers, b"connection") else None
+    lines = [b"HTTP/1.1 %d %b\r\n" % (status, REASONS.get(status, b"-"))]
+    for key, value in headers:
+        if key in NOT_RELAYED or (key[0] == X and internal(key)) or (drop and key in drop):
+            continue
+        if replaced is None or not key.startswith(replaced):
+            lines.append(b"%b: %b\r\n" % (key, value))
+    lines += (added, framing, b"connection: close\r\n\r\n" if close else b"\r\n")
+    return b"".join(lines)
 
 
 def has_body(method: bytes, status: int) -> bool:

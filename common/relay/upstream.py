@@ -72,6 +72,7 @@ class Sending:
     judge: Callable[[int, heads.Headers], Verdict]
     first_byte: Callable[[], None]
     added: bytes = b""  # header lines added to a relayed answer's head
+    replaced: bytes | None = None  # prefix of the server's header names in whose stead `added` has others
     break_words: Callable[[Observer, str], bytes] = lambda observer, message: b""
     tries: int = 1  # servers that may be tried behind the address, one after the other
     slack_s: float = 0.0  # by how much every time-out is longer, so that a peer's own comes first
@@ -254,7 +255,7 @@ class UpstreamConnection(asyncio.Protocol):
         sending, exchange = self._sending, self._sending.exchange
         self._answered = True
         self._keep = self._parser.should_keep_alive()
-        observer = Observer()
+        observer = Observer((heads.find(self._headers, b"content-type") or b"").decode("latin-1"))
         relay = sending.judge(status, self._headers) is Verdict.RELAY
         self._answer = Answer(status, self._headers, relay, observer, reused=self.reused)
         length = heads.find(self._headers, b"content-length")
@@ -265,8 +266,6 @@ class UpstreamConnection(asyncio.Protocol):
             # llhttp does not know that this answers a HEAD and would wait for the body that its length announces.
             self._done, self._keep = True, False
         if relay:
-            content_type = heads.find(self._headers, b"content-type") or b""
-            observer.sse = content_type.startswith(b"text/event-stream")
             self._relay_head(sending, status, length if not coded else None, body=body)
 
     def _relay_head(self, sending: Sending, status: int, length: bytes | None, *, body: bool) -> None:
@@ -284,7 +283,14 @@ class UpstreamConnection(asyncio.Protocol):
         exchange.chunked = self._chunked
         self._held = length is not None and int(length) <= HELD_BYTES
         self._out.append(
-            heads.response_head(status, self._headers, added=sending.added, framing=framing, close=exchange.close)
+            heads.response_head(
+                status,
+                self._headers,
+                added=sending.added,
+                framing=framing,
+                close=exchange.close,
+                replaced=sending.replaced,
+            )
         )
         if not body:
             sending.first_byte()

@@ -324,6 +324,7 @@ SPECIAL = {
     "id": "x-1",
     "etcd.urls": "[http://a:1]",
     "auth.route_keys": "[one, two]",
+    "cors.allowed_origins": "[https://a.example]",
     "network.emulated_rtt_s": "{eu: 0.5}",
     "reports.listen": "127.0.0.1:1",
 }

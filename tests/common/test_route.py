@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.apis import MODEL_CHARS, PREFIX_BLOCKS
+from common.apis.bodies import MODEL_CHARS, PREFIX_BLOCKS
 from common.route import MAX_HEADER_BYTES, MAX_HOPS, Route, RouteSigner
 from common.types import InferenceRequest, Priority, Slo
 

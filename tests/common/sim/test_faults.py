@@ -28,7 +28,19 @@ def test_faults_are_read(text: str, meant: Fault | Burst) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "die", "die@", "die@60", "die@x:a", "die@-1:a", "die@1:a:3", "eat@1:a", "slow@1:a:0", "burst@1:2", "burst@1:0:3"],
+    [
+        "",
+        "die",
+        "die@",
+        "die@60",
+        "die@x:a",
+        "die@-1:a",
+        "die@1:a:3",
+        "eat@1:a",
+        "slow@1:a:0",
+        "burst@1:2",
+        "burst@1:0:3",
+    ],
 )
 def test_a_bad_one_is_named(text: str) -> None:
     with pytest.raises(ValueError, match="fault|burst|SECONDS|float|time"):

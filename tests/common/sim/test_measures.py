@@ -23,7 +23,12 @@ def run_of(records: list[Record], load: LoadSeries | None = None) -> RunRecord:
 
 
 def test_latencies_are_of_what_ended_well_and_goodput_of_all() -> None:
-    records = [record(0, e2e=1.45), record(1, e2e=1.6), record(2, ending=Ending.REJECTED), record(3, ending=Ending.BROKEN)]
+    records = [
+        record(0, e2e=1.45),
+        record(1, e2e=1.6),
+        record(2, ending=Ending.REJECTED),
+        record(3, ending=Ending.BROKEN),
+    ]
     m = measure(run_of(records), SLO, warm_up=0.0)
     assert (m.requests, m.complete, m.rejected, m.broken) == (4, 2, 1, 1)
     assert m.e2e_s.mean == pytest.approx(1.525)

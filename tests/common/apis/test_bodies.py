@@ -8,46 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import apis, errors
-from common.apis import MODEL_CHARS, PREFIX_BLOCK_BYTES, PREFIX_BLOCKS
-from common.errors import BadRequest, LBError, ModelNotFound
+from common.apis import bodies, match, understand
+from common.apis.bodies import MODEL_CHARS, PREFIX_BLOCK_BYTES, PREFIX_BLOCKS, Ask
+from common.errors import BadRequest
+
+NO_HEADER = {}.get
 
 
 def refused(body: bytes) -> BadRequest:
     """Why this body is refused, by reading or for its model."""
     with pytest.raises(BadRequest) as caught:
-        apis.model_of(apis.read_body(body))
+        bodies.model_of(bodies.read_fields(body))
     assert caught.value.status == 400
     return caught.value
-
-
-# -- which API -------------------------------------------------------------------------------------------------------
-
-
-def test_relayed_routes() -> None:
-    found = {key: (api.operation, api.generates) for key, api in apis.ROUTES.items()}
-    assert found == {
-        ("POST", "/v1/chat/completions"): ("chat", True),
-        ("POST", "/v1/completions"): ("text_completion", True),
-        ("POST", "/v1/embeddings"): ("embeddings", False),
-    }
-    assert apis.route("POST", "/v1/completions") is apis.ROUTES["POST", "/v1/completions"]
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/v1/chat/completions"),
-        ("post", "/v1/chat/completions"),
-        ("POST", "/v1/chat/completions/"),
-        ("POST", "/v1/chat/completions?x=1"),
-        ("POST", "//v1/chat/completions"),
-        ("GET", "/v1/models"),
-        ("FOO", "/"),
-    ],
-)
-def test_anything_else_is_not_relayed(method: str, path: str) -> None:
-    assert apis.route(method, path) is None
 
 
 # -- bodies that are refused (C07) -----------------------------------------------------------------------------------
@@ -95,11 +68,11 @@ def test_invalid_utf_8_is_a_bad_request_wherever_it_stands(where: str, bad: byte
 
 
 def test_utf_8_is_checked_across_the_pieces_it_is_checked_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apis, "UTF8_CHUNK", 7)
+    monkeypatch.setattr(bodies, "UTF8_CHUNK", 7)
     body = '{"model":"m","messages":"€uro 你好 \U0001f600"}'.encode()
-    assert apis.read_body(body).model == "m"
+    assert bodies.read_fields(body).model == "m"
     with pytest.raises(BadRequest):
-        apis.read_body(body[:-2] + b"\xf0\x9f" + body[-2:])
+        bodies.read_fields(body[:-2] + b"\xf0\x9f" + body[-2:])
 
 
 @pytest.mark.parametrize(
@@ -121,7 +94,7 @@ def test_a_body_without_a_model_says_so(body: bytes) -> None:
 
 def test_a_model_name_is_bounded() -> None:
     longest = "é" * MODEL_CHARS
-    assert apis.model_of(apis.read_body(json.dumps({"model": longest}).encode())) == longest
+    assert bodies.model_of(bodies.read_fields(json.dumps({"model": longest}).encode())) == longest
     assert refused(json.dumps({"model": longest + "é"}).encode()).param == "model"
 
 
@@ -159,7 +132,7 @@ def test_every_letter_of_a_routed_key_may_be_hidden_and_is_found() -> None:
 
 
 def test_an_escaped_key_alone_counts_as_what_it_spells() -> None:
-    assert apis.model_of(apis.read_body(b'{"\\u006dodel":"m"}')) == "m"
+    assert bodies.model_of(bodies.read_fields(b'{"\\u006dodel":"m"}')) == "m"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +149,7 @@ def test_an_escaped_key_alone_counts_as_what_it_spells() -> None:
     ],
 )
 def test_the_same_word_elsewhere_is_no_duplicate(body: bytes) -> None:
-    assert apis.read_body(body).model in ("m", "model")
+    assert bodies.read_fields(body).model in ("m", "model")
 
 
 @given(
@@ -190,7 +163,7 @@ def test_any_object_is_read_as_json_reads_it(fields: dict[str, str], ascii_only:
         body = json.dumps(fields, ensure_ascii=ascii_only).encode()
     except UnicodeEncodeError:  # a lone surrogate is no UTF-8
         return
-    read = apis.read_body(body)
+    read = bodies.read_fields(body)
     assert read.model == fields.get("model")
     assert read.stream == fields.get("stream")
     assert read.user == fields.get("user")
@@ -199,7 +172,7 @@ def test_any_object_is_read_as_json_reads_it(fields: dict[str, str], ascii_only:
 @given(st.binary(max_size=60))
 def test_garbage_is_never_more_than_a_bad_request(body: bytes) -> None:
     with suppress(BadRequest):
-        apis.model_of(apis.read_body(body))
+        bodies.model_of(bodies.read_fields(body))
 
 
 # -- bodies that pass (C34) ------------------------------------------------------------------------------------------
@@ -229,11 +202,11 @@ def test_garbage_is_never_more_than_a_bad_request(body: bytes) -> None:
     ],
 )
 def test_what_routing_does_not_need_is_neither_checked_nor_refused(field: bytes) -> None:
-    fields = apis.read_body(b'{"zeta":1,"model":"m",' + field + b',"alpha":2}')
-    assert apis.model_of(fields) == "m"
-    assert not apis.wants_stream(fields)
-    assert apis.token_cap(fields) is None
-    assert apis.session_key(fields, None, None) == ""
+    fields = bodies.read_fields(b'{"zeta":1,"model":"m",' + field + b',"alpha":2}')
+    assert bodies.model_of(fields) == "m"
+    assert not bodies.wants_stream(fields)
+    assert bodies.token_cap(fields) is None
+    assert bodies.session_key(fields, NO_HEADER) == ""
 
 
 @pytest.mark.parametrize(
@@ -255,11 +228,11 @@ def test_what_routing_does_not_need_is_neither_checked_nor_refused(field: bytes)
     ],
 )
 def test_stream_is_read_as_servers_read_it(value: str, wanted: bool) -> None:
-    assert apis.wants_stream(apis.read_body(f'{{"model":"m","stream":{value}}}'.encode())) is wanted
+    assert bodies.wants_stream(bodies.read_fields(f'{{"model":"m","stream":{value}}}'.encode())) is wanted
 
 
 def test_stream_is_off_when_it_is_not_mentioned() -> None:
-    assert apis.wants_stream(apis.read_body(b'{"model":"m"}')) is False
+    assert bodies.wants_stream(bodies.read_fields(b'{"model":"m"}')) is False
 
 
 @pytest.mark.parametrize(
@@ -281,7 +254,7 @@ def test_stream_is_off_when_it_is_not_mentioned() -> None:
     ],
 )
 def test_token_cap_is_the_requests_own_where_it_makes_sense(fields: dict[str, Any], cap: int | None) -> None:
-    assert apis.token_cap(apis.read_body(json.dumps({"model": "m"} | fields).encode())) == cap
+    assert bodies.token_cap(bodies.read_fields(json.dumps({"model": "m"} | fields).encode())) == cap
 
 
 @pytest.mark.parametrize(
@@ -295,7 +268,7 @@ def test_token_cap_is_the_requests_own_where_it_makes_sense(fields: dict[str, An
     ],
 )
 def test_the_prompt_is_its_bytes_in_the_body(fields: dict[str, Any], text: str) -> None:
-    assert apis.read_body(json.dumps({"model": "m"} | fields).encode()).text == text.encode()
+    assert bodies.read_fields(json.dumps({"model": "m"} | fields).encode()).text == text.encode()
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------
@@ -305,8 +278,10 @@ SOURCES = ("header", "prompt_cache_key", "previous_response_id", "conversation",
 
 def key_of(present: dict[str, Any]) -> str:
     in_body = {key: value for key, value in present.items() if key in SOURCES[1:5]}
-    fields = apis.read_body(json.dumps({"model": "m"} | in_body).encode())
-    return apis.session_key(fields, present.get("header"), present.get("cookie"))
+    fields = bodies.read_fields(json.dumps({"model": "m"} | in_body).encode())
+    cookie = f"a=b; headwater-session={present['cookie']}" if "cookie" in present else None
+    headers = {b"x-session-id": present.get("header"), b"cookie": cookie}
+    return bodies.session_key(fields, headers.get)
 
 
 @pytest.mark.parametrize("first", range(len(SOURCES)))
@@ -342,22 +317,22 @@ def test_a_session_key_is_hashed_and_of_one_length() -> None:
 
 
 def test_a_prompt_shorter_than_a_block_has_no_prefix_and_a_whole_block_has_one() -> None:
-    assert apis.prefix_hashes(b"") == ()
-    assert apis.prefix_hashes(b"a" * (PREFIX_BLOCK_BYTES - 1)) == ()
-    assert len(apis.prefix_hashes(b"a" * PREFIX_BLOCK_BYTES)) == 1
-    assert len(apis.prefix_hashes(b"a" * (2 * PREFIX_BLOCK_BYTES - 1))) == 1
-    assert len(apis.prefix_hashes(b"a" * (2 * PREFIX_BLOCK_BYTES))) == 2
+    assert bodies.prefix_hashes(b"") == ()
+    assert bodies.prefix_hashes(b"a" * (PREFIX_BLOCK_BYTES - 1)) == ()
+    assert len(bodies.prefix_hashes(b"a" * PREFIX_BLOCK_BYTES)) == 1
+    assert len(bodies.prefix_hashes(b"a" * (2 * PREFIX_BLOCK_BYTES - 1))) == 1
+    assert len(bodies.prefix_hashes(b"a" * (2 * PREFIX_BLOCK_BYTES))) == 2
 
 
 def test_hashes_of_a_prefix_are_bounded() -> None:
-    assert len(apis.prefix_hashes(bytes(PREFIX_BLOCK_BYTES * (PREFIX_BLOCKS + 10)))) == PREFIX_BLOCKS
+    assert len(bodies.prefix_hashes(bytes(PREFIX_BLOCK_BYTES * (PREFIX_BLOCKS + 10)))) == PREFIX_BLOCKS
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_prefix_hashes_agree_up_to_where_the_prompts_do(a: bytes, b: bytes) -> None:
     stretch = PREFIX_BLOCK_BYTES // 32  # so that a few bytes make several blocks
     left, right = (b"".join(bytes([x]) * stretch for x in text) for text in (a, b))
-    one, other = apis.prefix_hashes(left), apis.prefix_hashes(right)
+    one, other = bodies.prefix_hashes(left), bodies.prefix_hashes(right)
     for n, (x, y) in enumerate(zip(one, other, strict=False), 1):
         same = left[: n * PREFIX_BLOCK_BYTES] == right[: n * PREFIX_BLOCK_BYTES]
         assert (x == y) is same
@@ -365,66 +340,91 @@ def test_prefix_hashes_agree_up_to_where_the_prompts_do(a: bytes, b: bytes) -> N
 
 def test_equal_blocks_after_different_ones_differ() -> None:
     a, b, same = b"a" * PREFIX_BLOCK_BYTES, b"b" * PREFIX_BLOCK_BYTES, b"s" * PREFIX_BLOCK_BYTES
-    assert apis.prefix_hashes(a + same)[1] != apis.prefix_hashes(b + same)[1]
-    repeated = apis.prefix_hashes(same * 5)
+    assert bodies.prefix_hashes(a + same)[1] != bodies.prefix_hashes(b + same)[1]
+    repeated = bodies.prefix_hashes(same * 5)
     assert len(set(repeated)) == 5
 
 
 def test_prefix_hashes_are_the_same_in_every_process() -> None:
     # XXH3 with seed 0: tiers compare each other's hashes, so neither salt nor version may come in.
-    assert apis.prefix_hashes(b"a" * PREFIX_BLOCK_BYTES) == (5635166812439391674,)
+    assert bodies.prefix_hashes(b"a" * PREFIX_BLOCK_BYTES) == (5635166812439391674,)
 
 
-# -- errors ----------------------------------------------------------------------------------------------------------
+# -- every API -------------------------------------------------------------------------------------------------------
 
 
-def shape(body: bytes) -> dict[str, Any]:
-    content = json.loads(body)
-    assert set(content) == {"error"}
-    assert set(content["error"]) == {"message", "type", "param", "code"}
-    return content["error"]
+def asked(method: str, path: str, body: bytes, **headers: str) -> Ask:
+    matched = match(method, path)
+    assert matched is not None
+    return understand(matched, {k.replace("_", "-").encode(): v for k, v in headers.items()}.get, body)
 
 
 @pytest.mark.parametrize(
-    ("error", "type_"),
+    ("path", "fields", "wanted"),
     [
-        (BadRequest("no", param="model"), "invalid_request_error"),
-        (ModelNotFound("no", param="model"), "not_found_error"),
-        (BadRequest("no", status=413, code="too_large"), "invalid_request_error"),
-        (BadRequest("no", status=401), "authentication_error"),
-        (BadRequest("no", status=403), "permission_error"),
-        (BadRequest("no", status=408), "timeout_error"),
-        (BadRequest("no", status=422), "invalid_request_error"),
-        (errors.Saturated("no"), "rate_limit_error"),
-        (errors.NoEndpoints("no"), "server_error"),
-        (errors.StreamBroken("no"), "server_error"),
-        (errors.FirstByteTimeout("no"), "server_error"),
-        (LBError("no"), "server_error"),
+        ("/v1/responses", {"input": "abc", "max_output_tokens": 9}, {"size": 5, "cap": 9}),
+        ("/v1/messages", {"messages": [1], "max_tokens": 7, "stream": True}, {"size": 3, "cap": 7, "stream": True}),
+        ("/v1/rerank", {"query": "q", "documents": ["a", "b"]}, {"size": len('"q"["a", "b"]')}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}, {"size": 6}),
+        ("/api/chat", {"messages": [1], "options": {"num_predict": 5}}, {"size": 3, "cap": 5, "stream": True}),
+        ("/api/generate", {"prompt": "p", "stream": False}, {"size": 3, "stream": False}),
     ],
 )
-def test_errors_have_the_shape_of_the_api(error: LBError, type_: str) -> None:
-    assert shape(apis.error_body("openai", error)) == {
-        "message": "no",
-        "type": type_,
-        "param": getattr(error, "param", None),
-        "code": error.code,
-    }
+def test_each_api_names_its_prompt_and_its_bounds_its_own_way(
+    path: str, fields: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    ask = asked("POST", path, json.dumps({"model": "m"} | fields).encode())
+    assert ask.model == "m"
+    assert {name: getattr(ask, name) for name in wanted} == wanted
 
 
-def test_an_error_without_a_code_of_ours_has_none() -> None:
-    error = shape(apis.error_body("openai", (405, "not like this")))
-    assert error == {"message": "not like this", "type": "invalid_request_error", "param": None, "code": None}
+def test_a_model_in_the_path_needs_nothing_of_the_body() -> None:
+    ask = asked("POST", "/v2/models/a%2Fb/versions/3/infer", b"\x00\x01 not JSON")
+    assert (ask.model, ask.size, ask.stream) == ("a/b", 11, False)
+    assert asked("POST", "/v2/models/m/generate_stream", b"{}").stream
+    assert asked("POST", "/predictions/echo/1.0", b"").model == "echo"
+    assert asked("GET", "/v2/models/m/ready", b"", x_session_id="s").session != ""
 
 
-def test_a_message_is_escaped_whatever_a_client_put_into_it() -> None:
-    message = 'the "model"\n\x00 </script> é'
-    assert shape(apis.error_body("openai", BadRequest(message)))["message"] == message
+# -- forms -----------------------------------------------------------------------------------------------------------
+
+FORM = "multipart/form-data; boundary=xyz"
 
 
-def test_a_stream_is_told_of_its_end_by_one_event() -> None:
-    event = apis.error_event("openai", 'it "broke"\n\n')
-    assert event.startswith(b"data: ")
-    assert event.endswith(b"\n\n")
-    assert event.count(b"\n") == 2  # a message cannot end the event early
-    assert shape(event.removeprefix(b"data: "))["code"] == "stream_broken"
-    assert shape(apis.error_event("openai", "x", "evicted").removeprefix(b"data: "))["code"] == "evicted"
+def form(*parts: tuple[str, bytes]) -> bytes:
+    made = b"".join(b"--xyz\r\n%b\r\n\r\n%b\r\n" % (head.encode(), content) for head, content in parts)
+    return made + b"--xyz--\r\n"
+
+
+FILE = ('Content-Disposition: form-data; name="file"; filename="a.wav"\r\nContent-Type: audio/wav', b"RIFF\x00\r\n--xy")
+MODEL = ('Content-Disposition: form-data; name="model"', b"whisper")
+
+
+@pytest.mark.parametrize("parts", [(MODEL, FILE), (FILE, MODEL), (MODEL,)])
+def test_a_form_names_its_model_wherever_it_stands(parts: tuple[tuple[str, bytes], ...]) -> None:
+    assert asked("POST", "/v1/audio/transcriptions", form(*parts), content_type=FORM).model == "whisper"
+
+
+def test_what_looks_like_a_part_inside_a_file_is_none() -> None:
+    inside = b'\r\nContent-Disposition: form-data; name="model"\r\n\r\nother\r\n'
+    body = form((FILE[0], inside), MODEL)
+    assert asked("POST", "/v1/audio/transcriptions", body, content_type=FORM).model == "whisper"
+
+
+def test_a_form_with_two_models_is_refused() -> None:
+    with pytest.raises(BadRequest, match="more than once"):
+        asked("POST", "/v1/images/edits", form(MODEL, MODEL), content_type=FORM)
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "multipart/form-data", "multipart/form-data; boundary=", ""]
+)
+def test_a_form_without_its_boundary_is_refused(content_type: str) -> None:
+    with pytest.raises(BadRequest, match="boundary"):
+        asked("POST", "/v1/images/edits", form(MODEL), content_type=content_type)
+
+
+@given(st.binary(max_size=300), st.sampled_from([FORM, 'Multipart/Form-Data; Boundary="xyz"']))
+def test_whatever_a_form_holds_it_is_read_or_refused(body: bytes, content_type: str) -> None:
+    with suppress(BadRequest):
+        assert isinstance(bodies.form_field(b"--xyz" + body, content_type, "model"), str)

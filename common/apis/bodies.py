@@ -1,0 +1,261 @@
+"""Reads the few fields of a request's body that routing needs, once, at the first tier that gets it.
+
+Unknown fields, their order and their numbers are nobody's business here and pass on untouched. A key that routing
+depends on may stand in the body once only: two readers could disagree on which one counts.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import xxhash
+
+from common.apis.routes import Kind, Match
+from common.errors import BadRequest
+
+BYTES_PER_TOKEN = 4.0  # of English text and JSON under common tokenizers
+PREFIX_BLOCK_BYTES = 2048  # about 512 tokens
+PREFIX_BLOCKS = 64  # hashed of one prompt at most: about 32,000 tokens
+MODEL_CHARS = 512  # in a model's name; the route header has to hold it however it is escaped
+UTF8_CHUNK = 1 << 20  # bytes checked at once, so that no second copy of a large body is made
+MOST_TOKENS = 10_000_000  # a cap above this is no cap
+
+
+@dataclass(slots=True)
+class Ask:
+    """What routing knows of a request. `size` is the prompt's bytes, `cap` its own bound on output tokens."""
+
+    model: str
+    stream: bool = False
+    size: int = 0
+    cap: int | None = None
+    session: str = ""  # hashed; "" none
+    prefix_hashes: tuple[int, ...] = ()
+
+
+Header = Callable[[bytes], str | None]
+"""Name of a header in lower case -> its first value, or None."""
+
+
+def understand(matched: Match, header: Header, body: bytes) -> Ask:
+    """What routing needs of a request. Raises BadRequest for a body that its API cannot mean."""
+    api = matched.api
+    if api.kind is Kind.PATH:
+        ask = Ask(_named(matched.model) if matched.model else "", api.streams, len(body))
+        ask.session = session_key(Fields(), header)
+        return ask
+    if api.kind is Kind.FORM:
+        model = form_field(body, header(b"content-type") or "", "model")
+        return Ask(model_of(Fields(model=model)), False, len(body), session=session_key(Fields(), header))
+    fields = read_fields(body)
+    text = fields.text
+    return Ask(
+        model_of(fields),
+        wants_stream(fields, default=api.streams),
+        len(text),
+        token_cap(fields),
+        session_key(fields, header),
+        prefix_hashes(text) if len(text) >= PREFIX_BLOCK_BYTES else (),
+    )
+
+
+class Options(msgspec.Struct):
+    """Of Ollama."""
+
+    num_predict: Any = None
+
+
+class Fields(msgspec.Struct):
+    """The fields of a JSON body that routing reads; all others are skipped without being decoded."""
+
+    model: Any = None
+    stream: Any = None
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    query: msgspec.Raw = msgspec.Raw()
+    documents: msgspec.Raw = msgspec.Raw()
+    text_1: msgspec.Raw = msgspec.Raw()
+    text_2: msgspec.Raw = msgspec.Raw()
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    options: Any = None
+    user: Any = None
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    previous_response_id: Any = None
+    conversation: Any = None
+
+    @property
+    def text(self) -> bytes:
+        """The prompt as it stands in the body; of a comparison both sides."""
+        one = bytes(self.messages) or bytes(self.prompt) or bytes(self.input)
+        if one:
+            return one
+        return b"".join(map(bytes, (self.query, self.documents, self.text_1, self.text_2)))
+
+
+_decode = msgspec.json.Decoder(Fields).decode
+# A key that stands twice may hide the second one behind \u escapes of its letters.
+_ESCAPED = re.compile(rb"\\u00[46-7]")
+ROUTED_KEYS = ("model", "stream")
+_QUOTED = tuple(f'"{key}"'.encode() for key in ROUTED_KEYS)
+
+
+def read_fields(body: bytes) -> Fields:
+    """Decode what routing needs. Raises BadRequest (400) for what is no JSON object or names a routed key twice."""
+    if not body:
+        raise BadRequest("the request body is empty; a JSON object is expected")
+    try:
+        fields = _decode(body)
+        if not body.isascii():
+            _check_utf8(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the request body is not a valid JSON object: {error}") from None
+    if body.count(_QUOTED[0]) > 1 or body.count(_QUOTED[1]) > 1 or _ESCAPED.search(body):
+        _refuse_duplicates(body)
+    return fields
+
+
+def _check_utf8(body: bytes) -> None:
+    """Raise UnicodeDecodeError for what is no UTF-8: the decoder does not look into what it skips."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for at in range(0, len(body), UTF8_CHUNK):
+        decoder.decode(body[at : at + UTF8_CHUNK])
+    decoder.decode(b"", final=True)
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """An object's keys and values as they stand, twice where they stand twice."""
+
+
+def _refuse_duplicates(body: bytes) -> None:
+    """The slow, exact check, made only when a routed key may stand there twice (it may also be in a nested object)."""
+    try:
+        top = json.loads(body, object_pairs_hook=_Pairs)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the request body is not a valid JSON object: {error}") from None
+    names = [key for key, _ in top]
+    for key in ROUTED_KEYS:
+        if names.count(key) > 1:
+            raise BadRequest(f"the key '{key}' is given more than once", param=key)
+
+
+def form_field(body: bytes, content_type: str, name: str) -> str:
+    """The value of one part of a multipart/form-data body (RFC 7578); "" without it. Raises BadRequest.
+
+    The boundary cannot stand in a part's content, so what follows one is a part's head and nothing else is.
+    """
+    kind, _, parameters = content_type.partition(";")
+    boundary = _BOUNDARY.search(parameters)
+    if kind.strip().lower() != "multipart/form-data" or not boundary:
+        raise BadRequest("a multipart/form-data body with a boundary is expected", code="invalid_content_type")
+    mark = b"--" + (boundary[1] or boundary[2]).encode("latin-1")
+    values = []
+    at = body.find(mark)
+    while at >= 0:
+        start = at + len(mark)
+        end_of_head = body.find(b"\r\n\r\n", start, start + PART_HEAD_BYTES)
+        at = body.find(b"\r\n" + mark, start)
+        if end_of_head >= 0 and at >= end_of_head and _names(body[start:end_of_head], name):
+            values.append(body[end_of_head + 4 : at])
+        at = at + 2 if at >= 0 else -1
+    if len(values) > 1:
+        raise BadRequest(f"the field '{name}' is given more than once", param=name)
+    try:
+        return values[0][: 4 * MODEL_CHARS + 1].decode() if values else ""
+    except UnicodeDecodeError:
+        raise BadRequest(f"the field '{name}' is not UTF-8", param=name) from None
+
+
+_BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,70})"|([^\s;,"]{1,70}))', re.IGNORECASE)
+_PART_NAME = re.compile(
+    rb'^content-disposition:\s*form-data\s*;(?:.*;)?\s*name=(?:"([^"]*)"|([^\s;"]+))', re.IGNORECASE | re.MULTILINE
+)
+PART_HEAD_BYTES = 8192
+
+
+def _names(head: bytes, name: str) -> bool:
+    found = _PART_NAME.search(head)
+    return found is not None and (found[1] or found[2] or b"").decode("latin-1") == name
+
+
+def model_of(fields: Fields) -> str:
+    """The model asked for. Raises BadRequest when there is none, or it is not a name."""
+    if not isinstance(fields.model, str) or not fields.model:
+        raise BadRequest("you must provide a model parameter (a string)", param="model", code="missing_model")
+    return _named(fields.model)
+
+
+def _named(model: str) -> str:
+    if len(model) > MODEL_CHARS:
+        raise BadRequest(f"the model's name is longer than {MODEL_CHARS} characters", param="model")
+    return model
+
+
+def wants_stream(fields: Fields, *, default: bool = False) -> bool:
+    """Whether the answer is to be streamed; null means the API's default, and servers take 1 and "true" for yes."""
+    if fields.stream is None:
+        return default
+    return fields.stream is True or fields.stream == 1 or fields.stream in ("true", "True")
+
+
+def token_cap(fields: Fields) -> int | None:
+    """The request's own bound on output tokens, if it has one that makes sense."""
+    options = fields.options.get("num_predict") if isinstance(fields.options, dict) else None
+    for value in (fields.max_completion_tokens, fields.max_output_tokens, fields.max_tokens, options):
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < MOST_TOKENS:
+            return value
+    return None
+
+
+def session_key(fields: Fields, header: Header) -> str:
+    """What names the session, hashed and of bounded length; "" without one.
+
+    Looked for in order: the `x-session-id` header, `prompt_cache_key`, `previous_response_id`, `conversation`, `user`
+    (Anthropic: `metadata.user_id`), a cookie `headwater-session`.
+    """
+    conversation = fields.conversation.get("id") if isinstance(fields.conversation, dict) else fields.conversation
+    metadata = fields.metadata.get("user_id") if isinstance(fields.metadata, dict) else None
+    named = (
+        header(b"x-session-id"),
+        fields.prompt_cache_key,
+        fields.previous_response_id,
+        conversation,
+        fields.user,
+        metadata,
+    )
+    for value in named:
+        if isinstance(value, str) and value:
+            return _hashed(value)
+    cookies = header(b"cookie")
+    return _hashed(_session_cookie(cookies)) if cookies else ""
+
+
+def _session_cookie(cookies: str) -> str:
+    for part in cookies.split(";"):
+        name, _, value = part.strip().partition("=")
+        if name == "headwater-session":
+            return value
+    return ""
+
+
+def _hashed(value: str) -> str:
+    return str(xxhash.xxh3_128_hexdigest(value.encode("utf-8", "surrogatepass"))) if value else ""
+
+
+def prefix_hashes(text: bytes) -> tuple[int, ...]:
+    """Chained hashes of the prompt's leading blocks: equal up to where two prompts are equal. At most PREFIX_BLOCKS."""
+    hashes: list[int] = []
+    seed = 0
+    for at in range(0, min(len(text) - PREFIX_BLOCK_BYTES + 1, PREFIX_BLOCKS * PREFIX_BLOCK_BYTES), PREFIX_BLOCK_BYTES):
+        seed = xxhash.xxh3_64_intdigest(text[at : at + PREFIX_BLOCK_BYTES], seed)
+        hashes.append(seed)
+    return tuple(hashes)
