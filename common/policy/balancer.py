@@ -14,7 +14,7 @@ from math import inf
 from random import Random
 
 from common.policy.candidate import Candidate, Limits, PoolFacts
-from common.policy.filters import Filter
+from common.policy.filters import Filter, serves_model
 from common.policy.health import State
 from common.policy.pickers import Picker
 from common.policy.prediction import UNFIT, Terms, alike, class_speed, marginal_cost
@@ -166,8 +166,8 @@ class Balancer:
         """Choose and reserve in one step. Costs O(candidates)."""
         if self._unseen:
             self._settle(now)
-        if not exclude and request.model:
-            plain = self._qualified.get(request.model) or self._all_plain(request, now)
+        if not exclude:
+            plain = self._qualified.get(request.model or request.api) or self._all_plain(request, now)
             if plain is not None:
                 return self._take(request, plain[0], plain[1], now, rng)
         candidates: list[Candidate] = list(self.candidates.values())
@@ -188,17 +188,15 @@ class Balancer:
 
     def _all_plain(self, request: InferenceRequest, now: float) -> tuple[list[Candidate], tuple[str, ...]] | None:
         """Those that serve the model, if no other filter could remove any: remembered until one of them changes."""
-        found = []
-        for c in self.candidates.values():
-            if not _plain(c, now):
-                return None
-            if not request.model or c.endpoint.serves(request.model):
-                found.append(c)
+        candidates = list(self.candidates.values())
+        if not all(_plain(c, now) for c in candidates):
+            return None
+        found = serves_model(request, candidates, now)
         if not found:
             return None
         if len(self._qualified) >= MODELS_CACHED:
             self._qualified.clear()
-        made = self._qualified[request.model] = (found, tuple(c.endpoint.id for c in found))
+        made = self._qualified[request.model or request.api] = (found, tuple(c.endpoint.id for c in found))
         return made
 
     def _take(
