@@ -30,6 +30,10 @@ class InstanceConfig(Section):
     """What it serves; empty: as it says itself."""
     engine: str = ""
     """Which adapter to use; empty: found out by asking."""
+    metrics_url: Url | None = None
+    """Its metrics page, if not where its engine has it (Triton and TorchServe: two ports above `url`)."""
+    management_url: Url | None = None
+    """Base URL of its management API, if not one port above `url` (TorchServe)."""
     gpu: str = ""
     """Class of accelerator (h100, l4, cpu, …); empty: of its devices, as NVML names them."""
     devices: tuple[int | str, ...] = ()
@@ -43,7 +47,7 @@ class InstanceConfig(Section):
 
     @model_validator(mode="after")
     def _sensible(self) -> Self:
-        if "@" in self.url:
+        if any("@" in url for url in (self.url, self.metrics_url, self.management_url) if url):
             raise ValueError("a URL with credentials is not supported: everybody who reads etcd would have them")
         if self.engine and adapter_for(self.engine) is None:
             known = ", ".join(sorted({a.engine for a in ADAPTERS} | {"sim"}))

@@ -22,7 +22,7 @@ import structlog
 
 from common import clock
 from common.policy.prediction import class_speed
-from common.types import Endpoint, LoadReport, Phase
+from common.types import Endpoint, LoadReport, Phase, Speed
 from services.agent.accelerators import Accelerators, Unsampled
 from services.agent.boot import Boot
 from services.agent.config import InstanceConfig
@@ -156,9 +156,10 @@ class _Watch:
             await asyncio.sleep(max(began + interval - clock.now(), 0.05))
 
     async def _look(self) -> EngineState | Unreachable:
-        ask = self.monitor.scraper.of(self.config.url)
+        config = self.config
+        ask = self.monitor.scraper.of(config.url, metrics_url=config.metrics_url, management_url=config.management_url)
         if self._adapter is None:
-            found = adapter_for(self.config.engine) or await detect(ask)
+            found = adapter_for(config.engine) or await detect(ask)
             if isinstance(found, Unreachable):
                 return found
             self._adapter = found
@@ -199,6 +200,7 @@ class _Watch:
             self._known,
             models=state.models if state.models is not None else self._known.models,
             kv_tokens=state.kv_tokens if state.kv_tokens is not None else self._known.kv_tokens,
+            max_running=state.max_running if state.max_running is not None else self._known.max_running,
         )
         self._tell_trouble(state.problems)
         endpoint = self._described(state.phase)
@@ -224,7 +226,7 @@ class _Watch:
             # A server that lists its models and has none can serve nothing; without a list it might serve anything.
             phase=Phase.LOADING if models == frozenset() else phase,
             boot=f"{config.version}/{boot}" if config.version else boot,
-            capacity=replace(class_speed(gpu), kv_tokens=known.kv_tokens) if known.kv_tokens else None,
+            capacity=_capacity(gpu, known),
         )
 
     def _tell_trouble(self, trouble: frozenset[str]) -> None:
@@ -233,3 +235,11 @@ class _Watch:
             level = log.warning if trouble else log.info
             level("instance_trouble", instance=self.id, url=self.config.url, trouble=sorted(trouble))
         self._trouble = trouble
+
+
+def _capacity(gpu: str, known: EngineState) -> Speed | None:
+    """The prior of its class of GPU with the limits it told; None if it told none."""
+    prior = class_speed(gpu)
+    if not known.kv_tokens and not known.max_running:
+        return None
+    return replace(prior, kv_tokens=known.kv_tokens or prior.kv_tokens, slots=known.max_running or prior.slots)

@@ -41,11 +41,14 @@ class Scraper:
                 return self._get(metrics_url if urlsplit(metrics_url).path else metrics_url + path)
             if listener is Listener.MANAGEMENT and management_url:
                 return self._get(management_url + path)
-            return self._get((beside(url, ports_up) if ports_up else url) + path)
+            base = beside(url, ports_up) if ports_up else url
+            return self._get(base + path if base else "")
 
         return ask
 
     async def _get(self, url: str) -> Answer:
+        if not url:
+            return Answer(0, problem="there is no such port")
         try:
             async with asyncio.timeout(self.timeout_s), self._client.stream("GET", url) as response:
                 return await self._read(response)
@@ -83,11 +86,14 @@ class Scraper:
 
 
 def beside(url: str, ports_up: int) -> str:
-    """The base URL of a listener on the same host, this many ports above; without the URL's path, which is not its."""
+    """The base URL of a listener on the same host, this many ports above; "" above the last port.
+
+    Without the URL's path: a prefix of the one is none of the other.
+    """
     parts = urlsplit(url)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     port = (parts.port or (443 if parts.scheme == "https" else 80)) + ports_up
-    return urlunsplit((parts.scheme, f"{host}:{port}", "", "", ""))
+    return urlunsplit((parts.scheme, f"{host}:{port}", "", "", "")) if port <= 65_535 else ""
 
 
 def remembered(ask: Ask) -> Ask:

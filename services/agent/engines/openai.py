@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from common.types import Phase
+from services.agent.engines import trouble
 from services.agent.engines.base import Answer, Ask, EngineState, Unreachable
 
 MAX_MODELS: Final = 1024  # served by one server, adapters included; the rest is not listed
@@ -21,7 +22,8 @@ class Model:
 
     name: str
     owner: str
-    max_len: int | None
+    max_len: int | None = None
+    adapter: bool = False  # a LoRA adapter: it names the model it belongs to
 
 
 class OpenAI:
@@ -37,32 +39,52 @@ class OpenAI:
         """Ready unless its health path or the list itself says otherwise with a 5xx."""
         listing, health = await asyncio.gather(ask("/v1/models"), ask("/health"))
         if not listing.status and not health.status:
-            return unreachable(listing, health)
+            return trouble.unreachable(listing, health)
         models = models_of(listing)
         ready = health.status < 500 and (listing.status in _ALIVE or not listing.status)
         return EngineState(
             phase=Phase.SERVING if ready else Phase.LOADING,
             models=names(models),
+            adapters=adapters(models),
             max_model_len=longest(models),
-            problems=frozenset() if models is not None else frozenset({f"models: {reason(listing)}"}),
+            problems=trouble.listing(listing, known=models is not None),
         )
 
 
 def models_of(answer: Answer) -> list[Model] | None:
     """The models of an answer to `/v1/models`; None if it is no such list. Entries that make no sense are left out."""
+    entries = entries_of(answer)
+    return None if entries is None else [m for m in map(_model, entries) if m is not None]
+
+
+def entries_of(answer: Answer) -> list[Any] | None:
+    """The first MAX_MODELS entries of such a list as they are."""
     page = answer.json()
     entries = page.get("data") if isinstance(page, dict) else None
-    if not isinstance(entries, list):
-        return None
-    return [m for m in map(_model, entries[:MAX_MODELS]) if m is not None]
+    return entries[:MAX_MODELS] if isinstance(entries, list) else None
 
 
 def _model(entry: Any) -> Model | None:
-    name = entry.get("id") if isinstance(entry, dict) else None
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+    name = name_of(entry.get("id")) if isinstance(entry, dict) else None
+    if name is None:
         return None
     length = entry.get("max_model_len")
-    return Model(name, str(entry.get("owned_by", "")), length if type(length) is int and length > 0 else None)
+    return Model(
+        name,
+        str(entry.get("owned_by", "")),
+        length if type(length) is int and length > 0 else None,
+        adapter=isinstance(entry.get("parent"), str),
+    )
+
+
+def name_of(value: Any) -> str | None:
+    """A model's name, None for what cannot be one."""
+    return value if isinstance(value, str) and 0 < len(value) <= MAX_NAME else None
+
+
+def owned_by(answer: Answer, owner: str) -> bool:
+    """Whether any model of the list is said to be this owner's: servers put their own name there."""
+    return any(m.owner == owner for m in models_of(answer) or ())
 
 
 def names(models: list[Model] | None) -> frozenset[str] | None:
@@ -70,19 +92,11 @@ def names(models: list[Model] | None) -> frozenset[str] | None:
     return None if models is None else frozenset(m.name for m in models)
 
 
+def adapters(models: list[Model] | None) -> frozenset[str] | None:
+    """Which of them are LoRA adapters; None if the models are not known."""
+    return None if models is None else frozenset(m.name for m in models if m.adapter)
+
+
 def longest(models: list[Model] | None) -> int | None:
     """The longest context any of them takes, tokens."""
     return max((m.max_len for m in models or () if m.max_len is not None), default=None)
-
-
-def unreachable(*answers: Answer) -> Unreachable:
-    """What it means that none of these came: gone only if nobody listens, else hung or cut off."""
-    refused = all(a.refused for a in answers)
-    return Unreachable(refused, ", ".join(sorted({a.problem for a in answers})))
-
-
-def reason(answer: Answer) -> str:
-    """Why an answer is of no use, in words."""
-    if answer.problem:
-        return answer.problem
-    return f"status {answer.status}" if answer.status != 200 else "not understood"

@@ -62,10 +62,12 @@ def test_default_ids(url: str, expected: str) -> None:
         ({"instances": [{"url": "ftp://x"}]}, "URL"),
         (
             {"instances": [{"url": "http://x:1", "engine": "vlm"}]},
-            "engine 'vlm' is not known; there are openai, sim, vllm",
+            "engine 'vlm' is not known; there are llamacpp, ollama, openai, sglang, sim, tgi,",
         ),
         ({"instances": [{"url": "http://x:1", "wieght": 1}]}, "unknown key 'instances.0.wieght'"),
         ({"instances": [{"url": "http://x:1"}, {"url": "http://x:1"}]}, "two instances are called x-1"),
+        ({"instances": [{"url": "http://x:1", "metrics_url": "x:1"}]}, "instances.0.metrics_url"),
+        ({"instances": [{"url": "http://x:1", "management_url": "http://u:p@x:2"}]}, "credentials"),
         ({"listen": "0.0.0.0:7000"}, "advertise is needed"),
         ({"scrape_interval_s": 0.1}, "scrape_interval_s"),
         ({"region": "a/b"}, "region"),
