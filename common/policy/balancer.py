@@ -7,21 +7,23 @@ pool is computed when the pool changes, what depends on the request in `pick`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 from random import Random
 
-from common.policy.candidate import Candidate, Limits, PoolFacts
+from common.policy.candidate import NOTHING, Candidate, Limits, PoolFacts
+from common.policy.ewma import DecayingSum
 from common.policy.filters import Filter, serves_model
 from common.policy.health import State
 from common.policy.pickers import Picker
 from common.policy.prediction import UNFIT, Terms, alike, class_speed, marginal_cost
 from common.policy.quote import QUOTE_INSTANCES, class_means
 from common.policy.scorers import Scorer
-from common.policy.server import Server
+from common.policy.server import Server, Sums
 from common.policy.speed import SpeedEstimate
+from common.policy.weights import Coefficients, Weights
 from common.types import (
     Decision,
     InferenceRequest,
@@ -53,6 +55,7 @@ class Policy:
     filters: tuple[Filter, ...]
     scorers: tuple[tuple[str, float, Scorer], ...]  # (term, weight, scorer)
     picker: Picker
+    weighted: bool = False  # shares traffic by capability or response times, which are then kept up to date
 
 
 class _Held:
@@ -65,6 +68,7 @@ class _Held:
         "decoding",
         "estimate",
         "first_at",
+        "length",
         "mark",
         "output",
         "prompt",
@@ -80,6 +84,7 @@ class _Held:
         self.candidate = candidate
         self.server = server
         self.estimate = candidate.estimates[0] if len(candidate.own) == 1 else None
+        self.length = float(request.input_tokens)
         self.prompt = uncached
         self.read = uncached * (1.0 + 0.5 * request.input_tokens / server.speed.attention_tokens)
         self.output = request.output_tokens
@@ -95,7 +100,9 @@ class _Held:
 class Balancer:
     """Chooses among the endpoints of one pool."""
 
-    def __init__(self, parent: Path, policy: Policy, limits: Limits | None = None) -> None:
+    def __init__(
+        self, parent: Path, policy: Policy, limits: Limits | None = None, coefficients: Coefficients | None = None
+    ) -> None:
         self.parent = parent
         self.policy = policy
         self.limits = limits or Limits()
@@ -103,6 +110,13 @@ class Balancer:
         self.revision = -1
         self.stale = False
         self._pool = PoolFacts()
+        self._weights = Weights(coefficients)
+        self._arrivals = DecayingSum(1.0)  # of the last second, while somebody is new
+        self._new: set[str] = set()  # endpoints in slow start
+        self._failing: set[str] = set()  # endpoints with a handicap
+        self._replicas: frozenset[str] = frozenset()  # other balancers of this node
+        self._heard_at: dict[str, float] = {}  # of those that tell what they have under way
+        self._looked_at = 0.0
         self._gone: dict[str, Candidate] = {}  # left the pool with requests still running
         self._classes: dict[str, SpeedEstimate] = {}  # what all instances of a GPU class have taught
         self._held: dict[int, _Held] = {}
@@ -122,8 +136,14 @@ class Balancer:
             if kept is None:
                 kept = Candidate(endpoint, self.parent, self.limits, self._pool)
                 kept.last_turn = self._turn
+                if self.revision >= 0:  # the first pool of a process is new to it and not in itself
+                    self._starts(kept, now)
             else:
+                restarted = kept.endpoint.boot != endpoint.boot
+                began = kept.phase is not Phase.SERVING and endpoint.phase is Phase.SERVING
                 kept.adopt(endpoint)
+                if restarted or began:
+                    self._starts(kept, now)
             self._share_class(kept)
             self.candidates[endpoint.id] = kept
         for id_, candidate in before.items():
@@ -131,6 +151,13 @@ class Balancer:
                 self._gone[id_] = candidate
         self.revision, self.stale = pool.revision, pool.stale
         self._pool_changed()
+        self._count_copies(now)
+
+    def _starts(self, c: Candidate, now: float) -> None:
+        """It is new, or back: its share is bounded for a while, although it is idle and looks cheap."""
+        c.started_at = now
+        self._new.add(c.endpoint.id)
+        self._qualified.clear()
 
     def _share_class(self, c: Candidate) -> None:
         """One without answers of its own is taken for as fast as its class has proved to be."""
@@ -142,6 +169,7 @@ class Balancer:
     def _pool_changed(self) -> None:
         self._qualified.clear()
         candidates = self.candidates.values()
+        self._pool.weighted = any(c.endpoint.weight != 1.0 for c in candidates)
         self._pool.alike = len(self.parent) == 2 and len(candidates) > 1 and alike([c.server.speed for c in candidates])
         self._pool.priced = any(
             c.endpoint.price_usd_per_hour > 0.0 or any(s.price_usd_per_hour > 0.0 for s in c.quoted) for c in candidates
@@ -152,6 +180,38 @@ class Balancer:
         candidate = self.candidates.get(report.endpoint)
         if candidate is not None:
             candidate.told(report, now)
+
+    def hear(self, replica: str, sums: Mapping[str, Sums], now: float) -> None:
+        """What another balancer of this node has under way, by endpoint: all of it, each time."""
+        self._heard_at[replica] = now
+        for id_, c in self.candidates.items():
+            if id_ in sums or replica in c.heard:
+                c.heard_of(replica, sums.get(id_, NOTHING), now)
+        self._count_copies(now)
+
+    def tell(self, now: float) -> dict[str, Sums]:
+        """What this balancer has under way, for the other ones of its node."""
+        self._settle(now)
+        return {id_: c.told_others() for id_, c in self.candidates.items() if c.in_flight}
+
+    def replicas(self, ids: Iterable[str], now: float) -> None:
+        """The other balancers of this node that are alive."""
+        self._replicas = frozenset(ids)
+        for replica in self._heard_at.keys() - self._replicas:
+            self._forget(replica, now)
+        self._count_copies(now)
+
+    def _forget(self, replica: str, now: float) -> None:
+        del self._heard_at[replica]
+        for c in self.candidates.values():
+            if replica in c.heard:
+                c.heard_of(replica, NOTHING, now)
+
+    def _count_copies(self, now: float) -> None:
+        """Those that live and tell nothing are taken to send as much as this one does."""
+        silent = len(self._replicas - self._heard_at.keys())
+        for c in self.candidates.values():
+            c.server.copied(1.0 + silent)
 
     def round_trip(self, endpoint: str, seconds: float, now: float) -> None:
         """A measured network round trip to an endpoint's balancer."""
@@ -166,6 +226,12 @@ class Balancer:
         """Choose and reserve in one step. Costs O(candidates)."""
         if self._unseen:
             self._settle(now)
+        if now - self._looked_at >= LOOK_EVERY_S:
+            self._look(now)
+        if self.policy.weighted:
+            self._weights.arrived(now)
+        if self._new:
+            self._arrivals.add(1.0, now)
         if not exclude:
             plain = self._qualified.get(request.model or request.api) or self._all_plain(request, now)
             if plain is not None:
@@ -184,12 +250,35 @@ class Balancer:
             if not left:
                 return self._shed(keep.__name__, candidates, tuple(removed), now)
             candidates = left
+        if self._new:
+            candidates = self._not_flooded(candidates, now)
         return self._take(request, candidates, tuple(c.endpoint.id for c in candidates), now, rng)
+
+    def _look(self, now: float) -> None:
+        """What changes with time and not with an event: newcomers settle, failures are forgiven, weights move."""
+        self._looked_at = now
+        for replica in [r for r, at in self._heard_at.items() if now - at > HEARD_S]:
+            self._forget(replica, now)
+            self._count_copies(now)
+        for id_ in [i for i in self._new if i not in self.candidates]:
+            self._new.discard(id_)
+        for id_ in list(self._new):
+            if now - self.candidates[id_].started_at >= SLOW_START_S:
+                self._new.discard(id_)
+                self._qualified.clear()
+        for id_ in list(self._failing):
+            c = self.candidates.get(id_)
+            if c is not None:
+                c.forgive(now)
+            if c is None or not c.failing:
+                self._failing.discard(id_)
+        if self.policy.weighted:
+            self._weights.step(self.candidates.values(), now)
 
     def _all_plain(self, request: InferenceRequest, now: float) -> tuple[list[Candidate], tuple[str, ...]] | None:
         """Those that serve the model, if no other filter could remove any: remembered until one of them changes."""
         candidates = list(self.candidates.values())
-        if not all(_plain(c, now) for c in candidates):
+        if self._new or not all(_plain(c, now) for c in candidates):
             return None
         found = serves_model(request, candidates, now)
         if not found:
@@ -230,6 +319,21 @@ class Balancer:
             total = ttft + terms.decode
         return Pick(chosen.endpoint, reservation, self.policy.name, ids, totals, tuple(columns), ttft, total)
 
+    def _not_flooded(self, candidates: list[Candidate], now: float) -> list[Candidate]:
+        """Without newcomers that have had twice their fair share of the last second, unless nobody else is left.
+
+        A newcomer that honestly reports no load would get everything until its queue is as long as the others'.
+        """
+        rates = {c.endpoint.id: sum(s.speed.prefill_tokens_per_s * s.count for s in c.own) for c in candidates}
+        total, arrivals = sum(rates.values()), self._arrivals.value_at(now)
+
+        def fair(c: Candidate) -> bool:
+            share = rates[c.endpoint.id] / total
+            return c.recent.value_at(now) + 1.0 <= max(1.0, SLOW_START_SHARE * share * arrivals)
+
+        left = [c for c in candidates if c.endpoint.id not in self._new or fair(c)]
+        return left or candidates
+
     @staticmethod
     def _unfit(request: InferenceRequest, candidates: Sequence[Candidate]) -> Shed:
         return Shed("too_large") if any(c.offers(request) for c in candidates) else Shed("no_endpoints", 1.0)
@@ -238,6 +342,8 @@ class Balancer:
         self._turn += 1
         c.last_turn = self._turn
         c.in_flight += 1
+        if self._new and c.endpoint.id in self._new:
+            c.recent.add(1.0, now)
         if c.in_flight >= c.max_in_flight:
             self._qualified.clear()
         if c.depth == 2:
@@ -252,6 +358,8 @@ class Balancer:
                 c.sent.append((now, request))
                 server = c.own[0] if len(c.own) == 1 else c.cheapest(request, now, blind=True)[1]
         server.dispatched(uncached, request.output_tokens, now)
+        if request.prefix_hashes:
+            c.prefix.insert(request.prefix_hashes)  # at once: of prompts that come together all but the first find it
         self._next += 1
         held = self._held[self._next] = _Held(c, server, request, uncached, terms, now)
         if c.breaker.state is not State.CLOSED:
@@ -302,13 +410,15 @@ class Balancer:
         now: float,
         *,
         output_tokens: float | None = None,
+        cached_tokens: float | None = None,
         unreachable: bool = False,
         retry_after_s: float | None = None,
     ) -> None:
         """Give back what a pick holds; exactly once (a second time is a bug and raises KeyError).
 
-        `output_tokens` is what came back, None if unknown. `unreachable`: no connection could be made.
-        `retry_after_s`: the endpoint refused for load and asked for this long a pause.
+        `output_tokens` is what came back, `cached_tokens` how much of the prompt the server had; None if unknown.
+        `unreachable`: no connection could be made. `retry_after_s`: the endpoint refused for load and asked for this
+        long a pause.
         """
         if self._unseen:
             self._settle(now)
@@ -321,6 +431,13 @@ class Balancer:
         s.ended(held.prompt, held.output, held.context, now, decoding=held.decoding)
         if outcome is Outcome.SUCCESS:
             self._learn(held, now, output_tokens)
+            if cached_tokens is not None:
+                c.prefix.corrected(held.length - held.prompt, cached_tokens)
+            if self.policy.weighted:
+                c.response_s.add(now - held.at, now)
+        if outcome is Outcome.FAILED or (c.failing and outcome is Outcome.SUCCESS):
+            c.went(failed=outcome is Outcome.FAILED, now=now)
+            self._failing.add(c.endpoint.id)
         if not c.in_flight:
             c.emptied(now)
             if self._gone.get(c.endpoint.id) is c:
@@ -329,8 +446,11 @@ class Balancer:
             self._unseen.clear()
         breaker = c.breaker
         if outcome is not Outcome.SUCCESS or breaker.failures or breaker.state is not State.CLOSED:
+            was_open = breaker.state is not State.CLOSED
             breaker.ended(outcome, now, unreachable=unreachable, trial=held.trial)
             self._qualified.clear()
+            if was_open and breaker.state is State.CLOSED:
+                self._starts(c, now)
         if outcome is Outcome.OVERLOADED:
             c.busy_until = now + (retry_after_s if retry_after_s is not None else self.limits.busy_s)
 
@@ -388,6 +508,10 @@ class Balancer:
         return tuple(loads) if len(loads) <= QUOTE_INSTANCES else class_means(loads)
 
 
+LOOK_EVERY_S = 0.5
+HEARD_S = 2.0  # what another balancer told is believed for so long
+SLOW_START_S = 10.0  # a newcomer's share is bounded for so long: some requests of a busy server, start to end
+SLOW_START_SHARE = 2.0  # of its fair share in any second
 CLASS_SAMPLES = 200  # of a class; newcomers start from what these said
 
 

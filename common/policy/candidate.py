@@ -11,10 +11,11 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf
 
-from common.policy.ewma import Ewma
+from common.policy.ewma import DecayingSum, Ewma
 from common.policy.health import Breaker
 from common.policy.prediction import UNFIT, Terms, class_speed, marginal_cost
-from common.policy.server import Server
+from common.policy.prefix import PREFIX_BLOCK_TOKENS, Mirror
+from common.policy.server import Server, Sums
 from common.policy.speed import SpeedEstimate
 from common.types import Endpoint, InferenceRequest, LoadReport, Path
 
@@ -23,6 +24,11 @@ SENT_KEPT = 4096  # picks remembered for replay on the next quote; a quote comes
 MIN_UNCACHED = 16.0  # tokens read even when all of the prompt is cached: the last block is always computed
 FOREIGN_CONTEXT_TOKENS = 1000.0  # of a request that others sent: the mean of public conversation traffic,
 FOREIGN_REST_TOKENS = 100.0  # and half of its output still to come
+FRESH_REPORT_S = 5.0  # an instance's own report is not believed for longer
+FAILING_S = 20.0  # half-life of what is remembered of failures: share comes back slowly
+FAILING_STEP = 0.1  # how far one request moves the share
+FORGIVEN = 0.005  # a share below this is none
+FAILING_COST = 4.0  # at all failures a candidate costs five times as much
 FOREIGN_LEAST = 0.5  # below half a request it is the delay of the report
 
 
@@ -39,9 +45,10 @@ class Limits:
 class PoolFacts:
     """What is true of a whole pool, so that a decision need not look at each endpoint for it."""
 
-    __slots__ = ("alike", "measured", "priced")
+    __slots__ = ("alike", "measured", "priced", "weighted")
 
     def __init__(self) -> None:
+        self.weighted = False  # weights are configured: they and not capability are what traffic is shared by
         self.alike = False  # all instances are about as fast as each other
         self.measured = False  # a round trip to one of them is known
         self.priced = False  # one of them has a price
@@ -56,9 +63,14 @@ class Candidate:
         "depth",
         "endpoint",
         "estimates",
+        "failing",
+        "failing_at",
         "foreign",
         "foreign_seen",
+        "handicap",
+        "heard",
         "in_flight",
+        "in_flight_reported",
         "last_turn",
         "learned_at",
         "limits",
@@ -67,13 +79,18 @@ class Candidate:
         "parent",
         "phase",
         "pool",
+        "prefix",
         "quoted",
         "quotes_nothing",
+        "recent",
         "report",
         "report_at",
+        "response_s",
         "round_trip",
         "sent",
         "server",
+        "started_at",
+        "weight",
     )
 
     def __init__(self, endpoint: Endpoint, parent: Path, limits: Limits, pool: PoolFacts) -> None:
@@ -90,11 +107,20 @@ class Candidate:
         self.round_trip = Ewma(half_life_s=30.0)
         self.report: LoadReport | None = None
         self.report_at = 0.0
+        self.weight: float | None = None  # its capability, damped; None until it is first looked at
+        self.response_s = Ewma(half_life_s=10.0)  # from dispatch to end, of what succeeded
+        self.failing = 0.0  # share of requests that failed of late
+        self.failing_at = 0.0
+        self.handicap = 1.0  # what its costs are multiplied by for its failures
+        self.in_flight_reported = 0  # of ours when its last report was made
+        self.started_at = -inf  # when it joined a pool that was there already, or came back
+        self.recent = DecayingSum(1.0)  # picks of the last second, while it is new
         self.quoted: list[Server] = []
         self.quotes_nothing = False  # its last report said that no server below it takes work
         self.sent: deque[tuple[float, InferenceRequest]] = deque(maxlen=SENT_KEPT)
         self.foreign = Ewma(half_life_s=2.0)
         self.foreign_seen = 0.0
+        self.heard: dict[str, Sums] = {}  # other balancer of this cluster -> what it has under way there
         self.own: list[Server] = []
         self.estimates: list[SpeedEstimate] = []
         self.endpoint = endpoint
@@ -109,6 +135,8 @@ class Candidate:
             for e, (gpu, count) in zip(self.estimates, fleet, strict=True)
         ]
         self.server = self.own[0]
+        self.heard = {}
+        self.prefix = Mirror(sum(s.speed.kv_tokens * s.count for s in self.own))
         self.foreign_seen = 0.0
         self.max_in_flight = self.limits.max_in_flight * max(1, sum(n for _, n in endpoint.fleet))
 
@@ -145,11 +173,24 @@ class Candidate:
         return (bool(self.quoted) or self.quotes_nothing) and now - self.report_at < QUOTE_STALE_S
 
     def uncached_tokens(self, request: InferenceRequest) -> float:
-        """Prompt tokens it would have to read: all but what the session left there."""
-        warm = request.warm
+        """Prompt tokens it would have to read: all but what is cached there, by its session or by its prefix."""
+        warm, cached = request.warm, 0.0
         if len(warm) > self.depth and warm[: self.depth] == self.parent and warm[self.depth] == self.endpoint.id:
-            return max(request.input_tokens - request.warm_tokens, MIN_UNCACHED)
-        return float(request.input_tokens)
+            cached = request.warm_tokens
+        if request.prefix_hashes:
+            cached = max(cached, self.prefix.held(request.prefix_hashes) * PREFIX_BLOCK_TOKENS)
+        return max(request.input_tokens - cached, MIN_UNCACHED) if cached else float(request.input_tokens)
+
+    def cached_blocks(self, request: InferenceRequest) -> int:
+        """Leading blocks of the prompt that are believed to be cached there."""
+        return self.prefix.held(request.prefix_hashes)
+
+    @property
+    def share(self) -> float:
+        """What the weighted policies share traffic by: the configured weight, or else the capability."""
+        if self.pool.weighted or self.weight is None:
+            return self.endpoint.weight
+        return self.weight
 
     def cheapest(
         self, request: InferenceRequest, now: float, *, blind: bool = False
@@ -191,6 +232,7 @@ class Candidate:
     def told(self, report: LoadReport, now: float) -> None:
         """Take a report in, as of `now` minus its age, and replay what was sent since."""
         self.report, self.report_at = report, now - report.age_s
+        self.in_flight_reported = self.in_flight
         if self.depth == 2:
             self._count_foreign(report, now)
             return
@@ -209,7 +251,8 @@ class Candidate:
         """Requests on an instance that others sent: reported minus our own, smoothed, as decoding ones of mean size."""
         if report.running is None:
             return
-        self.foreign.add(report.running + (report.waiting or 0.0) - self.in_flight, now)
+        ours = self.in_flight * self.server.copies + sum(sums[0] + sums[1] for sums in self.heard.values())
+        self.foreign.add(report.running + (report.waiting or 0.0) - ours, now)
         seen = max(0.0, self.foreign.value or 0.0)
         self._add_foreign(-self.foreign_seen, now)
         self.foreign_seen = 0.0 if seen < FOREIGN_LEAST else seen
@@ -217,10 +260,48 @@ class Candidate:
 
     def _add_foreign(self, requests: float, now: float) -> None:
         if requests:
-            self.server.others(requests, FOREIGN_CONTEXT_TOKENS, FOREIGN_REST_TOKENS, now)
+            context, rest = requests * FOREIGN_CONTEXT_TOKENS, requests * FOREIGN_REST_TOKENS
+            self.server.others((requests, 0.0, 0.0, context, rest), now)
+
+    def heard_of(self, replica: str, sums: Sums, now: float) -> None:
+        """What another balancer of this cluster has under way there, in place of what it said before."""
+        before = self.heard.get(replica, NOTHING)
+        n, w, p, k, r = (new - old for new, old in zip(sums, before, strict=True))
+        self.server.others((n, w, p, k, r), now)
+        if any(sums):
+            self.heard[replica] = sums
+        else:
+            self.heard.pop(replica, None)
+
+    def told_others(self) -> Sums:
+        """What this balancer itself has under way there, for the others to count."""
+        n, w, p, k, r = self.server.sums
+        for sums in self.heard.values():
+            n, w, p, k, r = n - sums[0], w - sums[1], p - sums[2], k - sums[3], r - sums[4]
+        f = self.foreign_seen
+        return n - f, w, p, k - f * FOREIGN_CONTEXT_TOKENS, r - f * FOREIGN_REST_TOKENS
+
+    def went(self, *, failed: bool, now: float) -> None:
+        """A request ended well or in failure: failures make a candidate dearer for a while."""
+        self.forgive(now)
+        self.failing += FAILING_STEP * ((1.0 if failed else 0.0) - self.failing)
+        self.handicap = 1.0 + FAILING_COST * self.failing
+
+    def forgive(self, now: float) -> None:
+        """Failures are forgotten with time, also by one that gets no requests to do better with."""
+        self.failing *= 0.5 ** (max(0.0, now - self.failing_at) / FAILING_S)
+        self.failing_at = now
+        if self.failing < FORGIVEN:
+            self.failing = 0.0
+        self.handicap = 1.0 + FAILING_COST * self.failing
 
     def emptied(self, now: float) -> None:
-        """Nothing of ours is under way here any more."""
+        """Nothing of ours is under way here any more; what others sent still is."""
         for server in self.own:
             server.emptied(now)
         self._add_foreign(self.foreign_seen, now)
+        for sums in self.heard.values():
+            self.server.others(sums, now)
+
+
+NOTHING: Sums = (0.0, 0.0, 0.0, 0.0, 0.0)

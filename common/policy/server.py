@@ -16,6 +16,10 @@ SHARE_S = 10.0  # φ looks back ten seconds: several prompts of a busy server, a
 MAX_SHARE = 0.9
 
 
+Sums = tuple[float, float, float, float, float]
+"""n, w, P, K, R: what balancers of one cluster tell each other of an instance."""
+
+
 class Costs(NamedTuple):
     """A server's sums turned into what a cost needs of them; valid until the next event on it.
 
@@ -62,6 +66,7 @@ class Server:
         "_share",
         "_share_at",
         "context_s",
+        "copies",
         "count",
         "decoding_s",
         "gpu",
@@ -82,6 +87,7 @@ class Server:
         self.count = count
         self.price_usd_per_hour = price_usd_per_hour
         self.models: frozenset[str] = frozenset()
+        self.copies = 1.0  # balancers that send here as much as this one does and tell nothing
         self.n = self.w = self.p = self.k = self.r = 0.0
         self.decoding_s = 0.0  # ∫ n dt
         self.context_s = 0.0  # ∫ K dt
@@ -182,13 +188,24 @@ class Server:
         self.r -= output * per
         self._costs = self._plain = None
 
-    def others(self, requests: float, context: float, rest: float, now: float) -> None:
-        """So many more (or fewer) requests that somebody else sent are decoding on it."""
+    def others(self, sums: Sums, now: float) -> None:
+        """So much more (or less) is under way there that somebody else sent."""
         self.advance(now)
-        self.n += requests
-        self.k += requests * context
-        self.r += requests * rest
+        n, w, p, k, r = sums
+        self.n, self.w, self.p = self.n + n, self.w + w, self.p + p
+        self.k, self.r = self.k + k, self.r + r
         self._costs = self._plain = None
+
+    def copied(self, copies: float) -> None:
+        """So many balancers send here, this one among them, and none tells: each counts its own so many times."""
+        if copies != self.copies:
+            self.copies = copies
+            self._costs = self._plain = None
+
+    @property
+    def sums(self) -> Sums:
+        """n, w, P, K and R."""
+        return self.n, self.w, self.p, self.k, self.r
 
     def emptied(self, now: float) -> None:
         """Nothing is under way: the sums are exactly zero again, whatever rounding left in them."""
@@ -207,18 +224,20 @@ class Server:
         return self._plain or self._reduced()
 
     def _computed(self) -> Costs:
-        v, n, k = self.speed, self.n, self.k
-        requests = n + self.w
+        v, copies = self.speed, self.copies
+        n, w, p = self.n * copies, self.w * copies, self.p * copies
+        k, r = self.k * copies, self.r * copies
+        requests = n + w
         busy = requests > 1e-9
         step = v.alpha_s + v.beta_s * n + v.gamma_s * k
-        rest = max(self.r / requests, 1.0) if busy else 1.0
+        rest = max(r / requests, 1.0) if busy else 1.0
         context = k / requests if busy else 0.0
-        resident = k + self.p + self.r
+        resident = k + p + r
         full = requests + 1.0 - v.slots
         inv_r = 1.0 / v.prefill_tokens_per_s
         per_token = v.beta_s + 2.0 * v.alpha_s / v.slots + v.gamma_s * context
         self._costs = made = Costs(
-            self.p,
+            p,
             inv_r,
             0.5 * inv_r / v.attention_tokens,
             max(v.chunk_tokens - n, 1.0),
@@ -234,7 +253,7 @@ class Server:
             v.kv_tokens - resident,
             rest * step * max(full, 1.0) / requests if full > 0.0 and busy else 0.0,
             rest * step / resident if resident > 0.0 else 0.0,
-            self.p * inv_r + self.r * per_token,
+            p * inv_r + r * per_token,
             per_token,
         )
         return made

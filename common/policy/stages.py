@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from common.policy import filters, pickers, scorers
+from common.policy import classic, filters, pickers, scorers
 from common.policy.balancer import Balancer, Policy
 from common.types import Endpoint, InferenceRequest, Outcome, Path, Peer, Pick, Shed, Tier
 
 QUALIFIES = (filters.serves_model, filters.not_draining, filters.not_ejected, filters.has_capacity)
+
+lowest, near = pickers.lowest_cost, pickers.near_lowest_cost
 
 PRICE_WEIGHT_S_PER_USD = 1e4  # a typical request costs about 1e-4 $, so its price weighs about a second
 
@@ -30,34 +32,65 @@ def predicted_completion(price_weight_s_per_usd: float = PRICE_WEIGHT_S_PER_USD,
         ("round_trip_s", 1.0, scorers.round_trip),
         ("price_usd", price_weight_s_per_usd, scorers.price),
     )
-    picker = pickers.near_lowest_cost if tier is Tier.INSTANCE else pickers.lowest_cost
-    return Policy("predicted_completion", QUALIFIES, terms, picker)
+    return Policy("predicted_completion", QUALIFIES, terms, near if tier is Tier.INSTANCE else lowest)
+
+
+def earliest_completion() -> Policy:
+    """Where this request itself would be complete first: the literal reading, which herds on the fastest servers."""
+    return Policy("earliest_completion", QUALIFIES, (("own_completion_s", 1.0, classic.own_completion),), near)
 
 
 def round_robin() -> Policy:
     """Each in turn."""
-    return Policy("round_robin", QUALIFIES, (("turn", 1.0, scorers.turn),), pickers.lowest_cost)
-
-
-def least_connections() -> Policy:
-    """Fewest requests under way from here."""
-    return Policy("least_connections", QUALIFIES, (("in_flight", 1.0, scorers.in_flight),), pickers.lowest_cost)
+    return Policy("round_robin", QUALIFIES, (("turn", 1.0, classic.turn),), lowest)
 
 
 def weighted_round_robin() -> Policy:
     """Each in turn, by weight."""
-    return Policy("weighted_round_robin", QUALIFIES, (("turn", 1.0, scorers.WeightedTurns()),), pickers.lowest_cost)
+    terms = (("turn", 1.0, classic.WeightedTurns()),)
+    return Policy("weighted_round_robin", QUALIFIES, terms, lowest, weighted=True)
+
+
+def least_connections() -> Policy:
+    """Fewest requests under way from here."""
+    return Policy("least_connections", QUALIFIES, (("in_flight", 1.0, classic.in_flight),), lowest)
 
 
 def weighted_least_connections() -> Policy:
     """Fewest requests under way from here for its weight."""
-    terms = (("in_flight_per_weight", 1.0, scorers.weighted_in_flight),)
-    return Policy("weighted_least_connections", QUALIFIES, terms, pickers.lowest_cost)
+    terms = (("in_flight_per_weight", 1.0, classic.weighted_in_flight),)
+    return Policy("weighted_least_connections", QUALIFIES, terms, lowest, weighted=True)
+
+
+def weighted_response_time() -> Policy:
+    """Shortest response time of late, times what is under way, for its weight."""
+    terms = (("response_s", 1.0, classic.weighted_response_time),)
+    return Policy("weighted_response_time", QUALIFIES, terms, lowest, weighted=True)
+
+
+def least_load() -> Policy:
+    """Least of its resources in use, by its own report."""
+    return Policy("least_load", QUALIFIES, (("load", 1.0, classic.resources),), lowest)
 
 
 def least_work_left() -> Policy:
     """Least GPU time under way, as predicted."""
-    return Policy("least_work_left", QUALIFIES, (("work_left_s", 1.0, scorers.work_left),), pickers.lowest_cost)
+    return Policy("least_work_left", QUALIFIES, (("work_left_s", 1.0, classic.work_left),), lowest)
+
+
+def power_of_two() -> Policy:
+    """The less busy of two drawn at random."""
+    return Policy("power_of_two", QUALIFIES, (("in_flight", 1.0, classic.in_flight),), pickers.power_of_two)
+
+
+def hash_() -> Policy:
+    """The same session, or prompt prefix, to the same endpoint."""
+    return Policy("hash", QUALIFIES, (("distance", 1.0, classic.rendezvous),), lowest)
+
+
+def prefix_affinity() -> Policy:
+    """Where most of the prompt is cached, unless load is uneven."""
+    return Policy("prefix_affinity", QUALIFIES, (("uncached", 1.0, classic.prefix_match),), lowest)
 
 
 def policy_named(
@@ -71,11 +104,17 @@ def policy_named(
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "predicted_completion": predicted_completion,
+    "earliest_completion": earliest_completion,
     "round_robin": round_robin,
-    "least_connections": least_connections,
     "weighted_round_robin": weighted_round_robin,
+    "least_connections": least_connections,
     "weighted_least_connections": weighted_least_connections,
+    "weighted_response_time": weighted_response_time,
+    "least_load": least_load,
     "least_work_left": least_work_left,
+    "power_of_two": power_of_two,
+    "hash": hash_,
+    "prefix_affinity": prefix_affinity,
 }
 
 

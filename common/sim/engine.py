@@ -25,7 +25,10 @@ from collections import OrderedDict, deque
 from heapq import heapify, heappop, heappush
 from math import inf, sqrt
 
-from common.sim.sequence import Event, EventKind, PrefixCache, Refusal, Sequence, State
+from common.policy.prefix import CACHED_SHARE as PREFIX_FRACTION
+from common.policy.prefix import PREFIX_BLOCK_TOKENS as BLOCK_TOKENS
+from common.policy.prefix import PrefixCache
+from common.sim.sequence import Event, EventKind, Refusal, Sequence, State
 from common.types import Speed
 
 __all__ = [
@@ -42,9 +45,7 @@ __all__ = [
     "State",
 ]
 
-BLOCK_TOKENS = 512  # tokens of one prefix block: the unit of the public traces' `hash_ids_512`
 LEAST_PREFILL = 16  # tokens computed even of a fully cached prompt: vLLM computes the last block of 16 again
-PREFIX_FRACTION = 0.9  # of KV capacity that finished prompts may linger in, as in the reference simulation
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's, tokens a step
 
 

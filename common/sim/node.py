@@ -7,13 +7,14 @@ service would tell it and nothing else; a request's true length is never among i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
 from common.policy.admission import RetryBudget
 from common.policy.balancer import Balancer, Policy
 from common.policy.candidate import Limits
+from common.policy.server import Sums
 from common.policy.stages import Route, descend
 from common.sim.instance import Caller, End, Instance
 from common.sim.lengths import Lengths
@@ -136,6 +137,12 @@ class Node:
         balancer = self.balancers.get(parent)
         if balancer is not None:
             balancer.report(report, self.loop.now)
+
+    def hear(self, parent: Path, replica: str, sums: Mapping[str, Sums]) -> None:
+        """What another balancer of the pool `parent` has under way."""
+        balancer = self.balancers.get(parent)
+        if balancer is not None:
+            balancer.hear(replica, sums, self.loop.now)
 
     def round_trip(self, path: Path, seconds: float) -> None:
         """A measured round trip to an endpoint."""

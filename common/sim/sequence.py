@@ -1,8 +1,7 @@
-"""One request inside a simulated engine, what can happen to it, and the prompt blocks that the engine remembers."""
+"""One request inside a simulated engine, and what can happen to it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from enum import Enum
 from typing import NamedTuple
 
@@ -85,40 +84,3 @@ class Event(NamedTuple):
     at_s: float
     kind: EventKind
     sequence: Sequence
-
-
-class PrefixCache:
-    """Which prompt blocks are still in KV memory: least recently used block hashes, bounded.
-
-    Hashes are chained (each covers all before it), so a block counts only if all before it are there. Touching goes
-    from the last block to the first: of one prompt the tail is evicted first, as in vLLM.
-    """
-
-    __slots__ = ("_blocks", "capacity")
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def match(self, hashes: tuple[int, ...]) -> int:
-        """Number of leading blocks held; they become the most recently used. O(blocks)."""
-        blocks, held = self._blocks, 0
-        for block in hashes:
-            if block not in blocks:
-                break
-            held += 1
-        for block in reversed(hashes[:held]):
-            blocks.move_to_end(block)
-        return held
-
-    def insert(self, hashes: tuple[int, ...]) -> None:
-        """Take in a prompt that was read; evicts what was used longest ago. O(blocks)."""
-        blocks = self._blocks
-        for block in reversed(hashes[: self.capacity]):
-            blocks[block] = None
-            blocks.move_to_end(block)
-        while len(blocks) > self.capacity:
-            blocks.popitem(last=False)

@@ -205,17 +205,21 @@ class World:
         for node in nodes:
             self.loop.after(self.network.report_delay_s, node.report, parent, report)
 
+    def tell_of_replicas(self, parent: Path) -> None:
+        """Each balancer of the pool `parent` knows of the others, as membership tells it."""
+        nodes = list(self._knows[parent])
+        for node in nodes:
+            node.balancers[parent].replicas((other.id for other in nodes if other is not node), self.loop.now)
+
     def start_exchange(self, parent: Path, interval_s: float) -> None:
-        """Replicas that balance the pool `parent` tell each other how much each has in flight on every endpoint."""
+        """Replicas that balance the pool `parent` tell each other what each has under way on every endpoint."""
 
         def exchange() -> None:
-            balancers = [node.balancers[parent] for node in self._knows[parent]]
-            for id_ in self._members[parent]:
-                found = [b.candidates.get(id_) for b in balancers]
-                total = sum(c.in_flight for c in found if c is not None)
+            for teller in self._knows[parent]:
+                sums = teller.balancers[parent].tell(self.loop.now)
                 for node in self._knows[parent]:
-                    told = LoadReport(id_, running=float(total), waiting=0.0)
-                    self.loop.after(self.network.exchange_delay_s, node.report, parent, told)
+                    if node is not teller:
+                        self.loop.after(self.network.exchange_delay_s, node.hear, parent, teller.id, sums)
 
         self.loop.every(interval_s, exchange, first_s=self.loop.now + interval_s)
 
@@ -358,6 +362,7 @@ def cluster(setup: Setup, seed: int = 0, clock: Callable[[], float] | None = Non
             setup.attempts,
         )
         world.add_node(node, (CLUSTER,))
+    world.tell_of_replicas(CLUSTER)
     if setup.network.exchange_s is not None and setup.replicas > 1:
         world.start_exchange(CLUSTER, setup.network.exchange_s)
     kinds = {kind.gpu: kind for kind in setup.fleet}

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from common.policy.balancer import Balancer
+from common.policy.balancer import HEARD_S, LOOK_EVERY_S, Balancer
 from common.policy.candidate import (
     FOREIGN_CONTEXT_TOKENS,
     FOREIGN_REST_TOKENS,
@@ -974,3 +974,117 @@ TestLife = Life.TestCase
 TestLife.settings = bounds
 TestLifeOfRegions = LifeOfRegions.TestCase
 TestLifeOfRegions.settings = bounds
+
+
+# -- other balancers of the same cluster -----------------------------------------------------------------------------
+
+
+def two_balancers() -> tuple[Balancer, Balancer]:
+    one, other = (balancer_of(instance("a"), instance("b")) for _ in range(2))
+    one.replicas(["other"], 0.0)
+    other.replicas(["one"], 0.0)
+    return one, other
+
+
+def test_what_another_balancer_tells_counts_as_if_it_were_here() -> None:
+    one, other = two_balancers()
+    for _ in range(6):
+        picked(one, exclude=("b",))
+    other.hear("one", one.tell(1.0), 1.0)
+    assert {picked(other, now=1.0).endpoint.id for _ in range(5)} == {"b"}
+    assert other.tell(1.0).keys() == {"b"}  # what it heard it does not tell
+
+
+def test_all_that_was_told_is_taken_back_when_it_is_over() -> None:
+    one, other = two_balancers()
+    picks = [picked(one) for _ in range(6)]
+    other.hear("one", one.tell(1.0), 1.0)
+    for pick in picks:
+        done(one, pick, 2.0)
+    other.hear("one", one.tell(2.0), 2.0)
+    for candidate in other.candidates.values():
+        assert sums(candidate) == pytest.approx((0, 0, 0, 0, 0), abs=1e-9)
+
+
+def test_a_balancer_that_falls_silent_is_forgotten_and_counted_as_a_copy_while_it_lives() -> None:
+    one, other = two_balancers()
+    for _ in range(6):
+        picked(one)
+    other.hear("one", one.tell(1.0), 1.0)
+    assert other.candidates["a"].server.copies == 1.0
+    picked(other, now=1.0 + HEARD_S + LOOK_EVERY_S)
+    assert other.candidates["a"].server.copies == 2.0  # it lives and tells nothing: as busy as we are
+    assert sum(sums(c)[1] for c in other.candidates.values()) == 1
+    other.replicas([], 9.0)
+    assert other.candidates["a"].server.copies == 1.0
+
+
+def test_what_is_heard_survives_an_idle_moment_of_our_own() -> None:
+    one, other = two_balancers()
+    for _ in range(4):
+        picked(one, exclude=("b",))
+    other.hear("one", one.tell(1.0), 1.0)
+    done(other, picked(other, now=1.0, exclude=("b",)), 1.5)
+    assert sums(other.candidates["a"])[1] == 4
+
+
+# -- newcomers, failures, prefixes -----------------------------------------------------------------------------------
+
+
+def test_a_newcomer_gets_no_more_than_twice_its_share() -> None:
+    balancer = balancer_of(*(instance(f"i{n}") for n in range(9)))
+    for n in range(180):
+        picked(balancer, now=n / 100.0)
+    balancer.update(Pool(CLUSTER, tuple(instance(f"i{n}") for n in range(10)), 2), 2.0)
+    shares = Counter(picked(balancer, now=2.0 + n / 100.0).endpoint.id for n in range(200))
+    assert 20 <= shares["i9"] <= 2 * 2 * 10 + 6  # two seconds, a hundred requests each, a tenth is fair
+
+
+def test_the_first_pool_of_a_process_has_no_newcomers() -> None:
+    balancer = balancer_of(instance("a"), instance("b"))
+    assert not balancer._new
+
+
+def test_failures_cost_share_and_are_forgiven() -> None:
+    balancer = balancer_of(instance("a"), instance("b"), limits=Limits(eject_after=100))
+    for _ in range(5):
+        done(balancer, picked(balancer, exclude=("b",)), 1.0, Outcome.FAILED)
+    assert balancer.candidates["a"].handicap > 2.0
+    shares = Counter()
+    for _ in range(20):
+        pick = picked(balancer, now=1.0)
+        shares[pick.endpoint.id] += 1
+        done(balancer, pick, 1.0)
+    assert shares["b"] == 20
+    picked(balancer, now=200.0)
+    assert balancer.candidates["a"].handicap == 1.0
+
+
+def test_a_cached_prefix_draws_its_follow_up_until_the_queue_costs_more() -> None:
+    balancer = balancer_of(instance("a"), instance("b"))
+    blocks = tuple(range(100, 120))
+    first = picked(balancer, ask(input_tokens=10_240, prefix_hashes=blocks), exclude=("b",))
+    done(balancer, first, 1.0)
+    follow_up = ask(input_tokens=10_752, prefix_hashes=(*blocks, 7))
+    for _ in range(5):
+        pick = picked(balancer, follow_up, now=1.0)
+        assert pick.endpoint.id == "a"
+        done(balancer, pick, 1.0)
+    for _ in range(60):
+        picked(balancer, ask(input_tokens=2_000), now=1.0, exclude=("b",))
+    balancer.candidates["b"].prefix.insert(())
+    assert picked(balancer, follow_up, now=1.0).endpoint.id == "b"
+
+
+def test_a_server_that_had_less_cached_than_believed_shrinks_the_mirror() -> None:
+    balancer = balancer_of(instance("a"))
+    mirror = balancer.candidates["a"].prefix
+    before, blocks = mirror.capacity, tuple(range(8))
+    done(balancer, picked(balancer, ask(input_tokens=4_096, prefix_hashes=blocks)), 1.0)
+    again = picked(balancer, ask(input_tokens=4_096, prefix_hashes=blocks))
+    done(balancer, again, 1.0, Outcome.SUCCESS, output_tokens=9, cached_tokens=0)
+    assert mirror.capacity < before
+    for _ in range(30):
+        again = picked(balancer, ask(input_tokens=4_096, prefix_hashes=blocks))
+        done(balancer, again, 1.0, Outcome.SUCCESS, output_tokens=9, cached_tokens=4_080)
+    assert mirror.capacity == before

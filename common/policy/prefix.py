@@ -1,0 +1,78 @@
+"""Which prompt blocks a server still has in its KV memory: least recently used hashes, bounded.
+
+A block is PREFIX_BLOCK_TOKENS of prompt, its hash covers all before it, so a block counts only if all before it are
+there. A balancer keeps one such mirror an endpoint, of what it sent there; the simulated server keeps the real one.
+Source: automatic prefix caching as in vLLM and SGLang's RadixAttention (arXiv 2312.07104).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+PREFIX_BLOCK_TOKENS = 512  # about 2,048 bytes of English; the unit of the public traces' `hash_ids_512`
+CACHED_SHARE = 0.9  # of KV memory that finished prompts may linger in
+SHRINK, GROW = 0.9, 1.01  # of a mirror's capacity, when a server had less than the mirror, or as much
+
+
+class PrefixCache:
+    """Least recently used block hashes. Of one prompt the tail is evicted first, as in vLLM."""
+
+    __slots__ = ("_blocks", "capacity")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    def held(self, hashes: tuple[int, ...]) -> int:
+        """Number of leading blocks held; changes nothing. O(blocks held)."""
+        count = 0
+        for block in hashes:
+            if block not in self._blocks:
+                break
+            count += 1
+        return count
+
+    def match(self, hashes: tuple[int, ...]) -> int:
+        """The same, and they become the most recently used."""
+        count = self.held(hashes)
+        for block in reversed(hashes[:count]):
+            self._blocks.move_to_end(block)
+        return count
+
+    def insert(self, hashes: tuple[int, ...]) -> None:
+        """Take in a prompt that was read; evicts what was used longest ago. O(blocks)."""
+        blocks = self._blocks
+        for block in reversed(hashes[: self.capacity]):
+            blocks[block] = None
+            blocks.move_to_end(block)
+        while len(blocks) > self.capacity:
+            blocks.popitem(last=False)
+
+
+class Mirror(PrefixCache):
+    """What a server is believed to have cached, corrected by what it says it had."""
+
+    __slots__ = ("_largest",)
+
+    def __init__(self, kv_tokens: float) -> None:
+        super().__init__(max(1, int(kv_tokens * CACHED_SHARE) // PREFIX_BLOCK_TOKENS))
+        self._largest = self.capacity
+
+    def corrected(self, believed_tokens: float, cached_tokens: float) -> None:
+        """A server had `cached_tokens` of a prompt where `believed_tokens` were expected.
+
+        Having less means that it evicts earlier than believed (others use it too, or its memory is smaller), so the
+        mirror forgets earlier as well; having as much lets it grow back.
+        """
+        if cached_tokens + PREFIX_BLOCK_TOKENS <= believed_tokens:
+            self.capacity = max(1, int(self.capacity * SHRINK))
+        elif believed_tokens > 0.0:
+            self.capacity = min(self._largest, int(self.capacity * GROW) + 1)
+        while len(self._blocks) > self.capacity:
+            self._blocks.popitem(last=False)
