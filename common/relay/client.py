@@ -9,93 +9,36 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
 from math import inf
-from socket import SO_LINGER, SOL_SOCKET
+from socket import IPPROTO_TCP, SO_LINGER, SOL_SOCKET, TCP_INFO
 from struct import pack
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import httptools
 
 from common import clock
-from common.relay import heads
-from common.relay.sweeper import Sweeper
+from common.relay import framing, heads
+from common.relay.exchange import Exchange
+from common.relay.framing import Refused
 
 if TYPE_CHECKING:
-    from common.relay.upstream import UpstreamConnection
+    from common.relay.listener import Listener
 
-MAX_HEADERS = 256  # fields in one head; browsers and SDKs send about twenty
 LINGER_NOT = pack("ii", 1, 0)
-PIPELINED = 1  # complete requests held behind the one under way; beyond that the socket is not read
+LINGER_S = 1.0  # a refusal is left this long to be read while its client may still be sending
+PIPELINED = 16  # complete requests held behind the one under way; beyond that the socket is not read
+CHUNK_HEAD_BYTES = 8  # of framing that a chunk may cost beside what `max_header_bytes` allows for all that is no body
+LOOK_S = 0.5  # a client that half-closed is looked at this often: nothing else tells that it is gone
+TCP_CLOSED = 7  # the kernel's state of a connection that was reset
+GETS = frozenset((b"GET", b"HEAD", b"OPTIONS"))
+PREFACE = b"PRI * HTTP/2"
 
 
-class ClientLimits(Protocol):
-    """The bounds a listener keeps, from the configuration (`limits:`); seconds and bytes."""
+class _Deaf:
+    """A parser for what is not listened to any more."""
 
-    header_timeout_s: float
-    body_timeout_s: float
-    max_body_bytes: int
-    max_header_bytes: int
-    write_timeout_s: float
-    keepalive_timeout_s: float
-
-
-class Exchange:
-    """One request and the state of its answer."""
-
-    __slots__ = (
-        "body",
-        "body_bytes",
-        "chunked",
-        "client",
-        "close",
-        "expects_continue",
-        "head_complete",
-        "headers",
-        "method",
-        "old",
-        "refused",
-        "started_at",
-        "started_wall_ns",
-        "status",
-        "target",
-        "until_close",
-        "upstream",
-    )
-
-    def __init__(self, client: ClientConnection) -> None:
-        self.client = client
-        self.method = b""
-        self.target = b""
-        self.headers: heads.Headers = []
-        self.body: bytes = b""
-        self.body_bytes: list[bytes] = []
-        self.head_complete = False
-        self.expects_continue = False
-        self.old = False  # HTTP/1.0
-        self.close = False  # the connection ends with this answer
-        self.chunked = False  # the answer is written in chunks
-        self.until_close = False  # the answer ends with the connection: its reader cannot tell a cut from an end
-        self.refused: tuple[int, str] | None = None
-        self.status = 0  # of the answer, 0 until its head is written
-        self.started_at = 0.0
-        self.started_wall_ns = 0
-        self.upstream: UpstreamConnection | None = None
-
-    @property
-    def path(self) -> str:
-        """The target without its query."""
-        return self.target.split(b"?", 1)[0].decode("latin-1")
-
-    def header(self, name: bytes) -> str | None:
-        """The first value of a header as text, or None."""
-        value = heads.find(self.headers, name)
-        return None if value is None else value.decode("latin-1")
-
-
-Handler = Callable[[Exchange], Awaitable[None]]
-Refusal = Callable[[Exchange, int, str], tuple[bytes, bytes]]
-"""(exchange, status, message) -> (content type, body) in the shape of the API that was called."""
+    def feed_data(self, data: bytes) -> None:
+        """Drop it."""
 
 
 class ClientConnection(asyncio.Protocol):
@@ -103,55 +46,42 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_body_size",
-        "_buffered",
-        "_handler",
-        "_header_bytes",
+        "_eof",
+        "_lingering",
+        "_listener",
+        "_overhead",
         "_parser",
         "_parsing",
         "_queue",
-        "_refusal",
-        "_sweeper",
+        "_reading",
         "_task",
+        "_upgrade",
         "current",
         "deadline",
-        "half_close",
         "limits",
-        "on_close",
-        "on_open",
         "peername",
         "transport",
+        "verified",
         "write_paused",
     )
 
-    def __init__(
-        self,
-        handler: Handler,
-        refusal: Refusal,
-        limits: ClientLimits,
-        sweeper: Sweeper,
-        on_open: Callable[[ClientConnection], bool],
-        on_close: Callable[[ClientConnection], None],
-        *,
-        half_close: bool = False,
-    ) -> None:
-        self._handler = handler
-        self._refusal = refusal
-        self._sweeper = sweeper
-        self._parser = httptools.HttpRequestParser(self)
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._parser: Any = httptools.HttpRequestParser(self)
         self._queue: deque[Exchange] = deque()
         self._task: asyncio.Task[None] | None = None
-        self._header_bytes = 0
+        self._reading = 0  # bytes of the read that is being parsed
+        self._overhead = 0  # bytes of the request that are no body
         self._body_size = 0
         self._parsing: Exchange | None = None
-        self.limits = limits
-        self.on_open = on_open
-        self.on_close = on_close
-        self.half_close = half_close
+        self._eof = self._lingering = self._upgrade = False
+        self.limits = listener.limits
         self.current: Exchange | None = None
         self.deadline = inf
         self.write_paused = False
         self.transport: asyncio.Transport = cast("asyncio.Transport", None)
         self.peername = ""
+        self.verified = False  # it showed a certificate that our authority signed
 
     # -- the socket --------------------------------------------------------------------------------------------------
 
@@ -160,26 +90,30 @@ class ClientConnection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
         peer = transport.get_extra_info("peername")
         self.peername = peer[0] if isinstance(peer, tuple) else ""
-        self._sweeper.add(self)
+        self.verified = bool(transport.get_extra_info("peercert"))
         self.deadline = clock.now() + self.limits.header_timeout_s
-        if not self.on_open(self):
-            self.transport.abort()
+        self._listener.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone; whatever is under way for it ends."""
-        self._sweeper.discard(self)
         if self._task is not None:
             self._task.cancel()
         self._queue.clear()
-        self.on_close(self)
+        self._listener.closed(self)
 
     def eof_received(self) -> bool:
-        """The client closed its sending side: gone, unless half-closed clients are to be honoured."""
-        if self.half_close and (self.current is not None or self._queue):
-            if self.current is not None:
-                self.current.close = True
-            return True
-        return False
+        """The client closed its sending side: gone, unless half-closed clients are to be honoured.
+
+        A request that costs no server's work (a GET) is answered in any case; health checkers half-close.
+        """
+        if self.current is None or self._lingering:
+            return False
+        if not self._listener.half_close and (self.current.method not in GETS or self._queue):
+            return False
+        self._eof = self.current.close = True
+        if not self.write_paused:
+            self.deadline = clock.now() + LOOK_S
+        return True
 
     def pause_writing(self) -> None:
         """The client reads too slowly: stop reading from the server, and start its clock."""
@@ -191,38 +125,63 @@ class ClientConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """It caught up."""
         self.write_paused = False
-        self.deadline = inf
-        if self.current is not None and self.current.upstream is not None:
+        self.deadline = clock.now() + LOOK_S if self._eof else inf
+        if self.current is None:
+            self._rest()
+        elif self.current.upstream is not None:
             self.current.upstream.resume()
 
     def expired(self, now: float) -> None:
         """A receipt, idle or write deadline has passed."""
-        if self.write_paused or self.transport.is_closing():
+        if self.write_paused or self._lingering or self.transport.is_closing():
             self.transport.abort()  # what is left is not taken
         elif self.current is not None:
-            return
+            self._look(now)
         elif self._parsing is None:
-            self.transport.close()  # idle keep-alive
+            self.close()  # idle keep-alive
         else:
             self._refuse(408, "the request was not received in time")
 
+    def _look(self, now: float) -> None:
+        """Whether a client that half-closed has reset the connection since; no event tells of that."""
+        if self._eof:
+            sock = self.transport.get_extra_info("socket")
+            if sock is not None and sock.getsockopt(IPPROTO_TCP, TCP_INFO, 1)[0] == TCP_CLOSED:
+                self.transport.abort()
+            else:
+                self.deadline = now + LOOK_S
+
+    def close(self) -> None:
+        """Close when what is written has been taken, or the write time-out is over."""
+        self.transport.close()
+        self.deadline = clock.now() + self.limits.write_timeout_s
+
     def data_received(self, data: bytes) -> None:
         """Bytes of a request."""
-        if self._parsing is None or not self._parsing.head_complete:
-            self._header_bytes += len(data)
+        self._reading = len(data)
+        self._overhead += self._reading
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._refuse(501, "protocol upgrades are not supported here")
+        except httptools.HttpParserUpgrade as pause:
+            self._upgraded(data[pause.args[0] :])
+            return
         except httptools.HttpParserError as error:
-            self._refuse(400, f"malformed HTTP request: {error}")
-        else:
-            parsing = self._parsing
-            if parsing is not None and not parsing.head_complete:
-                if self._header_bytes > self.limits.max_header_bytes:
-                    self._too_long(parsing)
-            elif len(self._queue) >= PIPELINED:
+            if self._parsing is not None and self._parsing.refused is not None:
+                return  # what a refused request goes on to send
+            if data.startswith(PREFACE):
+                self._refuse(505, "HTTP/2 is not spoken here")
+            else:
+                self._refuse(400, f"malformed HTTP request: {error}")
+            return
+        parsing = self._parsing
+        if parsing is None:
+            if len(self._queue) >= PIPELINED:
                 self.transport.pause_reading()
+        elif self._overhead > self.limits.max_header_bytes:
+            if not parsing.head_complete:
+                self._refuse(*framing.too_long(parsing, self.limits))
+            elif parsing.refused is None:
+                self._refuse(400, "the body's framing and trailers are larger than a head may be")
 
     # -- the parser's callbacks --------------------------------------------------------------------------------------
 
@@ -230,8 +189,12 @@ class ClientConnection(asyncio.Protocol):
         """A request begins."""
         self._parsing = Exchange(self)
         self._body_size = 0
+        self._upgrade = False
         if self.current is None:
+            self._overhead = self._reading
             self.deadline = clock.now() + self.limits.header_timeout_s
+        else:
+            self._overhead = 0  # at most one read of it is not counted here, and counted at the end of the head
 
     def on_url(self, url: bytes) -> None:
         """A piece of its target."""
@@ -247,96 +210,116 @@ class ClientConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Its head is there: judge it before any of the body is taken."""
-        parsing = self._parsing
+        parsing, parser = self._parsing, self._parser
         assert parsing is not None
         parsing.head_complete = True
-        parsing.method = self._parser.get_method()
-        version = self._parser.get_http_version()
+        parsing.method = parser.get_method()
+        version = parser.get_http_version()
         parsing.old = version == "1.0"
-        parsing.close = not self._parser.should_keep_alive()
-        self._header_bytes = 0
-        size = len(parsing.target) + sum(len(k) + len(v) + 4 for k, v in parsing.headers)
-        if size > self.limits.max_header_bytes or len(parsing.headers) > MAX_HEADERS:
-            self._too_long(parsing)
+        parsing.close = not parser.should_keep_alive() or self._listener.leaving
+        if (self._overhead > self.limits.max_header_bytes or self.current is not None) and (
+            framing.head_bytes(parsing) > self.limits.max_header_bytes
+        ):
+            self._refused(parsing, framing.too_long(parsing, self.limits))
             return
-        self._judge(parsing, version)
-        if parsing.refused is None and parsing.expects_continue and self.current is None:
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if len(parsing.headers) > framing.MAX_HEADERS:
+            self._refused(parsing, (431, f"the request has more than {framing.MAX_HEADERS} header fields"))
+            return
+        self._overhead = 0
+        refused = framing.judge(parsing, version, self.limits)
+        if refused is not None:
+            self._refused(parsing, refused)
+            return
+        if parser.should_upgrade():
+            self._upgrade = True
+            return
+        if parsing.target[:1] != b"/":
+            parsing.target = framing.origin_form(parsing.target)
         if self.current is None:
+            if parsing.expects_continue:
+                self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self.deadline = clock.now() + self.limits.body_timeout_s
+
+    def on_chunk_header(self) -> None:
+        """A chunk's size was read; its framing is paid for."""
+        self._overhead -= CHUNK_HEAD_BYTES
 
     def on_body(self, body: bytes) -> None:
         """A piece of its body."""
         parsing = self._parsing
         assert parsing is not None
+        size = len(body)
+        self._overhead -= size
+        self._body_size += size
         if parsing.refused is not None:
             return
-        self._body_size += len(body)
         if self._body_size > self.limits.max_body_bytes:
-            self._mark_refused(parsing, 413, f"the body is larger than {self.limits.max_body_bytes} bytes")
+            self._refused(parsing, (413, f"the body is larger than {self.limits.max_body_bytes} bytes"))
             return
-        parsing.body_bytes.append(body)
+        parsing.pieces.append(body)
 
     def on_message_complete(self) -> None:
         """The request is complete."""
-        parsing, self._parsing = self._parsing, None
-        if parsing is None or parsing.refused is not None:
+        parsing = self._parsing
+        if parsing is None or parsing.refused is not None or self._upgrade:
             return
-        pieces = parsing.body_bytes
+        self._parsing = None
+        pieces = parsing.pieces
         parsing.body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        parsing.body_bytes = []
+        parsing.pieces = []
         if self.current is None:
             self._start(parsing)
         else:
             self._queue.append(parsing)
 
-    # -- judgement ---------------------------------------------------------------------------------------------------
+    # -- what is refused ---------------------------------------------------------------------------------------------
 
-    def _judge(self, parsing: Exchange, version: str) -> None:
-        hosts = sum(1 for key, _ in parsing.headers if key == b"host")
-        if version not in ("1.1", "1.0"):
-            self._mark_refused(parsing, 505, f"HTTP/{version} is not spoken here")
-        elif hosts > 1 or (hosts == 0 and not parsing.old):
-            self._mark_refused(parsing, 400, "exactly one Host header is required")
-        coding = heads.find(parsing.headers, b"transfer-encoding")
-        if coding is not None and coding.strip().lower() != b"chunked":
-            self._mark_refused(parsing, 501, "only chunked transfer-encoding is supported")
-        length = heads.find(parsing.headers, b"content-length")
-        if length is not None and int(length) > self.limits.max_body_bytes:
-            self._mark_refused(parsing, 413, f"the body is larger than {self.limits.max_body_bytes} bytes")
-        expect = heads.find(parsing.headers, b"expect")
-        if expect is not None:
-            parsing.expects_continue = expect.lower() == b"100-continue" and not parsing.old
-            if expect.lower() != b"100-continue":
-                self._mark_refused(parsing, 417, "only 100-continue can be expected")
+    def _upgraded(self, rest: bytes) -> None:
+        """The parser has stopped after a head that offers another protocol: refuse it, or read on without the offer."""
+        parsing, self._parsing = self._parsing, None
+        if parsing is None or parsing.refused is not None:
+            return
+        refused = framing.upgrade_refused(parsing)
+        if refused is not None:
+            self._parsing = parsing
+            self._refused(parsing, refused)
+            return
+        self._parser = httptools.HttpRequestParser(self)
+        self.data_received(framing.without_upgrade(parsing) + rest)
 
-    def _mark_refused(self, parsing: Exchange, status: int, message: str) -> None:
+    def _refused(self, parsing: Exchange, refused: Refused) -> None:
         if parsing.refused is None:
-            parsing.refused = (status, message)
-            self._refuse(status, message)
-
-    def _too_long(self, parsing: Exchange) -> None:
-        long_target = len(parsing.target) > self.limits.max_header_bytes // 2
-        self._mark_refused(
-            parsing,
-            414 if long_target else 431,
-            f"the request head is larger than {self.limits.max_header_bytes} bytes",
-        )
+            parsing.refused = refused
+            self._refuse(*refused)
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer what cannot be served and close; an answer that is under way is not disturbed, only cut after it."""
-        self._queue.clear()
-        if self.current is not None:
-            self.current.close = True
-            self.transport.pause_reading()
-            return
         refused = self._parsing or Exchange(self)
         refused.refused = refused.refused or (status, message)
         refused.close = True
-        content_type, body = self._refusal(refused, status, message)
+        self._parser = _Deaf()
         self._parsing = None
+        if self.current is None:
+            self._answer_refused(refused)
+        else:
+            self._queue.append(refused)  # after those before it
+            self.transport.pause_reading()
+
+    def _answer_refused(self, refused: Exchange) -> None:
+        assert refused.refused is not None
         self.current = refused
+        status, message = refused.refused
+        content_type, body = self._listener.refusal(refused, status, message)
         self.respond(status, [(b"content-type", content_type)], body)
+
+    def _linger(self) -> None:
+        """Close without a reset that would take the answer from a client that is still sending (RFC 9112 9.6)."""
+        self._lingering = True
+        self._queue.clear()
+        self.deadline = clock.now() + LINGER_S
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.transport.resume_reading()
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
@@ -349,7 +332,7 @@ class ClientConnection(asyncio.Protocol):
 
     async def _run(self, exchange: Exchange) -> None:
         try:
-            await self._handler(exchange)
+            await self._listener.handler(exchange)
         finally:
             # A handler answers every request; should a bug keep it from that, the client is not left hanging.
             if self.current is exchange:
@@ -365,8 +348,9 @@ class ClientConnection(asyncio.Protocol):
         exchange = self.current
         assert exchange is not None
         exchange.status = status
-        framing = b"content-length: %d\r\n" % len(body) if status != 204 else b""
-        head = heads.response_head(status, headers, added=added, framing=framing, close=exchange.close)
+        exchange.committed = True
+        framing_line = b"content-length: %d\r\n" % len(body) if status != 204 else b""
+        head = heads.response_head(status, headers, added + framing_line + exchange.connection_line)
         self.write(head if exchange.method == b"HEAD" else head + body)
         self.finished()
 
@@ -376,31 +360,50 @@ class ClientConnection(asyncio.Protocol):
         assert exchange is not None
         exchange.upstream = None
         self._task = None
-        if exchange.close:
+        if exchange.refused is not None:
+            self._linger()
+        elif exchange.close:
             self._queue.clear()
-            self.transport.close()
-        if exchange.close or self.write_paused:
-            self.deadline = clock.now() + self.limits.write_timeout_s
-        if exchange.close:
-            return
-        if self._queue:
-            self._start(self._queue.popleft())
-            self.transport.resume_reading()
-        elif self._parsing is not None:
-            self.deadline = clock.now() + self.limits.body_timeout_s
+            self.close()
+        elif self._queue:
+            self._next()
         elif not self.write_paused:
-            self.deadline = clock.now() + self.limits.keepalive_timeout_s
+            self._rest()
 
-    def drain(self) -> None:
-        """No further request on this connection: an idle one is closed now, a busy one after its answer."""
-        self._queue.clear()
+    def _next(self) -> None:
+        following = self._queue.popleft()
+        if following.refused is not None:
+            self._answer_refused(following)
+            return
+        following.close = following.close or self._listener.leaving
+        self._start(following)
+        self.transport.resume_reading()
+
+    def _rest(self) -> None:
+        """Nothing is under way: wait for the next request, or for the rest of it."""
+        parsing = self._parsing
+        if parsing is None:
+            self.deadline = clock.now() + self.limits.keepalive_timeout_s
+            return
+        self.deadline = clock.now() + self.limits.body_timeout_s
+        if parsing.expects_continue and parsing.head_complete and not self._body_size:
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when it has neither a request under way nor a part of one; None if it has."""
+        if self.current is not None or self._parsing is not None or self._lingering:
+            return None
+        return self.deadline - self.limits.keepalive_timeout_s
+
+    def last(self) -> None:
+        """The request under way is the last one here: its answer says so, if its head is not written yet."""
         if self.current is not None:
             self.current.close = True
-        elif self._parsing is None:
-            self.transport.close()
 
     def end(self, message: str) -> None:
         """The grace is over: break what is under way, so that its handler ends it in the open."""
+        self._queue.clear()
         if self.current is not None and self.current.upstream is not None:
             self.current.upstream.lost(message)
         elif self.current is not None and self._task is not None:
@@ -421,8 +424,7 @@ class ClientConnection(asyncio.Protocol):
         elif exchange.until_close:
             self._reset()
             return
-        self.deadline = clock.now() + self.limits.write_timeout_s
-        self.transport.close()
+        self.close()
 
     def _reset(self) -> None:
         """Close with a reset, which is no end of anything; what was not sent yet is dropped."""

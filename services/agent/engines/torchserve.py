@@ -12,6 +12,7 @@ otherwise, that API answers nobody without a key: then name the models in the co
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -48,37 +49,54 @@ class TorchServe:
         )
         if not ping.status:
             return trouble.unreachable(ping)
-        names = _listed(listing)
         descriptions = await asyncio.gather(
-            *(ask(f"/models/{quote(n, safe='')}/all", Listener.MANAGEMENT, MANAGEMENT_PORTS_UP) for n in names or ())
+            *(
+                ask(f"/models/{quote(name, safe='')}/all", Listener.MANAGEMENT, MANAGEMENT_PORTS_UP)
+                for name in _listed(listing) or ()
+            )
         )
-        versions = [v for d in descriptions for v in _versions(d)]
-        served = frozenset((name, str(v.get("modelVersion", ""))[:64]) for name, v in versions if _ready(v))
+        versions = _versions(descriptions) if _listed(listing) is not None else None
+        served = frozenset((name, str(v.get("modelVersion", ""))[:64]) for name, v in versions or () if _ready(v))
+        idle = versions is not None and not served
         return EngineState(
-            phase=Phase.SERVING if ping.status < 500 and (served or names is None) else Phase.LOADING,
-            models=None if names is None else frozenset(name for name, _ in served),
+            phase=Phase.LOADING if ping.status >= 500 or idle else Phase.SERVING,
+            models=None if versions is None else frozenset(name for name, _ in served),
             versions=served,
-            max_running=positive(sum(_ready(v) * (positive(number(v.get("batchSize"))) or 1.0) for _, v in versions)),
-            waiting=_pending([v for _, v in versions]) if names is not None else None,
+            max_running=positive(sum(_ready(v) * _batch(v) for _, v in versions or ())),
+            waiting=None if versions is None else _pending(versions),
             steps=counted(Page(metrics.body).total(REQUESTS)),
-            problems=trouble.listing(listing, known=names is not None),
+            problems=_problems(listing, descriptions, known=versions is not None),
         )
 
 
 def _listed(answer: Answer) -> list[str] | None:
+    """The models of a list; None if it is none, or goes on beyond what is asked for."""
     page = answer.json()
-    models = page.get("models") if isinstance(page, dict) else None
+    models = page.get("models") if isinstance(page, dict) and not page.get("nextPageToken") else None
     if not isinstance(models, list):
         return None
     names = (name_of(m.get("modelName")) for m in models[:MAX_DESCRIBED] if isinstance(m, dict))
     return [name for name in names if name is not None]
 
 
-def _versions(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
-    """(name, description) of each version of a model."""
-    page = answer.json()
-    found = [v for v in page[:MAX_DESCRIBED] if isinstance(v, dict)] if isinstance(page, list) else []
+def _versions(descriptions: Sequence[Answer]) -> list[tuple[str, dict[str, Any]]] | None:
+    """(name, description) of each version of each model; None if one is not described: it may be served or not."""
+    pages = [d.json() for d in descriptions]
+    if not all(isinstance(page, list) for page in pages):
+        return None
+    found = [v for page in pages for v in page[:MAX_DESCRIBED] if isinstance(v, dict)]
     return [(name, v) for v in found if (name := name_of(v.get("modelName"))) is not None]
+
+
+def _problems(listing: Answer, descriptions: Sequence[Answer], *, known: bool) -> frozenset[str]:
+    page = listing.json()
+    if isinstance(page, dict) and page.get("nextPageToken"):
+        return frozenset({f"models: more than {MAX_DESCRIBED}; name them in the configuration"})
+    return trouble.listing(next((d for d in descriptions if d.json() is None), listing), known=known)
+
+
+def _batch(version: dict[str, Any]) -> float:
+    return positive(number(version.get("batchSize"))) or 1.0
 
 
 def _ready(version: dict[str, Any]) -> int:
@@ -89,9 +107,9 @@ def _ready(version: dict[str, Any]) -> int:
     return sum(1 for w in workers if isinstance(w, dict) and w.get("status") == "READY")
 
 
-def _pending(versions: list[dict[str, Any]]) -> float | None:
+def _pending(versions: list[tuple[str, dict[str, Any]]]) -> float | None:
     """Requests in its queues; None if one of them is not told, 0 without any model."""
-    queues = [v.get("jobQueueStatus") for v in versions]
+    queues = [v.get("jobQueueStatus") for _, v in versions]
     counts = [counted(number(q.get("pendingRequests"))) if isinstance(q, dict) else None for q in queues]
     known = [c for c in counts if c is not None]
     return sum(known) if len(known) == len(counts) else None

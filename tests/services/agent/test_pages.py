@@ -354,6 +354,21 @@ async def test_torchserve_whose_management_is_closed() -> None:
     assert seen.problems == {"models: status 400"}
 
 
+async def test_torchserve_of_which_one_model_cannot_be_described() -> None:
+    hung = {"management /models/echo/all": Answer(0, problem="timed out")}
+    seen = await adapter_of("torchserve-0.12").look(Recorded("torchserve-0.12", hung))
+    assert isinstance(seen, EngineState)
+    assert (seen.phase, seen.models, seen.waiting) == (Phase.SERVING, None, None)
+    assert seen.problems == {"models: timed out"}
+    many = json.dumps({"models": [{"modelName": f"m{i}"} for i in range(32)], "nextPageToken": "32"}).encode()
+    seen = await adapter_of("torchserve-0.12").look(
+        Recorded("torchserve-0.12", {"management /models?limit=32": Answer(200, many)})
+    )
+    assert isinstance(seen, EngineState)
+    assert seen.models is None
+    assert seen.problems == {"models: more than 32; name them in the configuration"}
+
+
 # -- nonsense --------------------------------------------------------------------------------------------------------
 
 NASTY: tuple[Any, ...] = (
