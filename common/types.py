@@ -231,7 +231,7 @@ class Pick(NamedTuple):
 
 
 class Shed(NamedTuple):
-    """Refuse it. `reason` is saturated, no_endpoints, model_not_found or too_large.
+    """Refuse it. `reason` is saturated, loading, no_endpoints, model_not_found, too_large or deadline_exceeded.
 
     `filters` has how many candidates each filter removed, in order.
     """

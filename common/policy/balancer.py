@@ -354,7 +354,7 @@ class Balancer:
         else:
             _, server, terms, uncached = c.cheapest(request, now)
             if c.quoted:
-                server.dispatched(uncached, request.output_tokens, now)
+                server.dispatched(uncached, request.output_tokens, now, c.server.copies)
                 c.sent.append((now, request))
                 server = c.own[0] if len(c.own) == 1 else c.cheapest(request, now, blind=True)[1]
         server.dispatched(uncached, request.output_tokens, now)
@@ -389,6 +389,8 @@ class Balancer:
             return Shed("saturated", max(wait, self.limits.busy_s), removed)
         if by == "serves_model":
             return Shed("model_not_found", None, removed)
+        if by == "not_loading":
+            return Shed("loading", LOADING_S, removed)
         wait = min((c.breaker.retry_at - now for c in candidates), default=1.0) if by == "not_ejected" else 1.0
         return Shed("no_endpoints", max(wait, 1.0), removed)
 
@@ -508,6 +510,7 @@ class Balancer:
         return tuple(loads) if len(loads) <= QUOTE_INSTANCES else class_means(loads)
 
 
+LOADING_S = 5.0  # a client is told to come back after so long while a model loads
 LOOK_EVERY_S = 0.5
 HEARD_S = 2.0  # what another balancer told is believed for so long
 SLOW_START_S = 10.0  # a newcomer's share is bounded for so long: some requests of a busy server, start to end

@@ -245,7 +245,7 @@ class Candidate:
             self.sent.popleft()
         for _, request in self.sent if self.quoted else ():
             _, server, _, uncached = self.cheapest(request, now)
-            server.dispatched(uncached, request.output_tokens, now)
+            server.dispatched(uncached, request.output_tokens, now, self.server.copies)
 
     def _count_foreign(self, report: LoadReport, now: float) -> None:
         """Requests on an instance that others sent: reported minus our own, smoothed, as decoding ones of mean size."""

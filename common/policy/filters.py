@@ -23,8 +23,13 @@ def serves_model(request: InferenceRequest, candidates: Sequence[Candidate], now
 
 
 def not_draining(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
-    """Takes new work: neither loading nor draining."""
-    return [c for c in candidates if c.phase is Phase.SERVING]
+    """Is not about to leave."""
+    return [c for c in candidates if c.phase is not Phase.DRAINING]
+
+
+def not_loading(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
+    """Has its model in memory."""
+    return [c for c in candidates if c.phase is not Phase.LOADING]
 
 
 def not_ejected(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:

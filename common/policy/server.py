@@ -154,9 +154,9 @@ class Server:
             self.context_s += self.k * passed
             self._at = now
 
-    def dispatched(self, prompt: float, output: float, now: float) -> None:
-        """A request with `prompt` uncached tokens and `output` predicted ones was sent."""
-        per = 1.0 / self.count
+    def dispatched(self, prompt: float, output: float, now: float, times: float = 1.0) -> None:
+        """A request with `prompt` uncached tokens and `output` predicted ones was sent, or so many like it."""
+        per = times / self.count
         self.w += per
         self.p += prompt * per
         self.r += output * per

@@ -15,7 +15,13 @@ from common.policy import classic, filters, pickers, scorers
 from common.policy.balancer import Balancer, Policy
 from common.types import Endpoint, InferenceRequest, Outcome, Path, Peer, Pick, Shed, Tier
 
-QUALIFIES = (filters.serves_model, filters.not_draining, filters.not_ejected, filters.has_capacity)
+QUALIFIES = (
+    filters.serves_model,
+    filters.not_draining,
+    filters.not_loading,
+    filters.not_ejected,
+    filters.has_capacity,
+)
 
 lowest, near = pickers.lowest_cost, pickers.near_lowest_cost
 

@@ -7,7 +7,7 @@ fails a request: what goes wrong is a `StoreUnavailable` that the caller counts 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,6 +91,12 @@ class AffinityStore(Protocol):
 
     async def put(self, session: str, placement: Placement, ttl_s: float) -> None:
         """Remember a placement for `ttl_s`. Raises StoreUnavailable within the budget."""
+
+    async def share(self, key: str, value: bytes, ttl_s: float) -> None:
+        """Have others see a value for `ttl_s`. Raises StoreUnavailable within the budget."""
+
+    async def shared(self, keys: Sequence[str]) -> Sequence[bytes | None]:
+        """What others share under these keys, None where nothing is. Raises StoreUnavailable within the budget."""
 
     async def ping(self, timeout_s: float) -> None:
         """Return as soon as the store takes a write, trying until `timeout_s` is over. Raises StoreUnavailable."""

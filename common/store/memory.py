@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final
 
 from common import clock
@@ -222,9 +222,8 @@ class MemoryAffinityStore:
     def __init__(self, now: Callable[[], float] = clock.now, *, max_sessions: int = MAX_SESSIONS) -> None:
         self._now = now
         self._max_sessions = max_sessions
-        self._placements: OrderedDict[str, tuple[float, Placement]] = (
-            OrderedDict()
-        )  # session -> (expires at, placement)
+        self._placements: OrderedDict[str, tuple[float, Placement]] = OrderedDict()  # session -> (expires at, …)
+        self._shared: dict[str, tuple[float, bytes]] = {}  # key -> (expires at, value); one a balancer
 
     async def get(self, session: str) -> Placement | None:
         """See AffinityStore; raises nothing."""
@@ -240,6 +239,16 @@ class MemoryAffinityStore:
         self._placements.move_to_end(session)
         if len(self._placements) > self._max_sessions:
             self._placements.popitem(last=False)
+
+    async def share(self, key: str, value: bytes, ttl_s: float) -> None:
+        """See AffinityStore; raises nothing."""
+        self._shared[key] = (self._now() + ttl_s, value)
+
+    async def shared(self, keys: Sequence[str]) -> Sequence[bytes | None]:
+        """See AffinityStore; raises nothing."""
+        now = self._now()
+        found = (self._shared.get(key, (0.0, None)) for key in keys)
+        return [value if expires_at > now else None for expires_at, value in found]
 
     async def ping(self, timeout_s: float) -> None:
         """See AffinityStore; returns at once."""

@@ -13,6 +13,7 @@ Redis and does not count. A server that reads but does not write (a demoted repl
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any, Final
@@ -85,6 +86,15 @@ class RedisAffinityStore:
     async def put(self, session: str, placement: Placement, ttl_s: float) -> None:
         """See AffinityStore."""
         await self._call("SET", KEY_PREFIX + session, _encode(placement), "PX", max(1, round(ttl_s * 1000.0)))
+
+    async def share(self, key: str, value: bytes, ttl_s: float) -> None:
+        """See AffinityStore."""
+        await self._call("SET", key, value, "PX", max(1, round(ttl_s * 1000.0)))
+
+    async def shared(self, keys: Sequence[str]) -> Sequence[bytes | None]:
+        """See AffinityStore."""
+        reply = await self._call("MGET", *keys)
+        return [value if isinstance(value, bytes) else None for value in reply]
 
     async def ping(self, timeout_s: float) -> None:
         """See AffinityStore."""

@@ -56,3 +56,11 @@ async def test_many_at_once(store: AffinityStore) -> None:
     await asyncio.gather(*(store.put(s, p, 60.0) for s, p in placements.items()))
     found = await asyncio.gather(*(store.get(s) for s in placements))
     assert dict(zip(placements, found, strict=True)) == placements
+
+
+async def test_what_is_shared_is_seen_until_it_expires(store: AffinityStore) -> None:
+    await store.share("headwater:x:1", b"one", 0.5)
+    await store.share("headwater:x:2", b"\x00two", 60.0)
+    assert list(await store.shared(["headwater:x:1", "headwater:x:2", "headwater:x:3"])) == [b"one", b"\x00two", None]
+    await asyncio.sleep(0.55)
+    assert list(await store.shared(["headwater:x:1", "headwater:x:2"])) == [None, b"\x00two"]

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from common.policy.balancer import HEARD_S, LOOK_EVERY_S, Balancer
+from common.policy.balancer import HEARD_S, LOADING_S, LOOK_EVERY_S, Balancer
 from common.policy.candidate import (
     FOREIGN_CONTEXT_TOKENS,
     FOREIGN_REST_TOKENS,
@@ -371,12 +371,18 @@ def test_a_model_that_nobody_serves_is_not_found() -> None:
     assert shed(balancer) == Shed("model_not_found", None, (("serves_model", 2),))
 
 
-@pytest.mark.parametrize("phase", [Phase.LOADING, Phase.DRAINING])
-def test_what_does_not_serve_yet_or_any_more_gets_nothing(phase: Phase) -> None:
+@pytest.mark.parametrize(
+    ("phase", "alone"),
+    [
+        (Phase.LOADING, Shed("loading", LOADING_S, (("not_loading", 1),))),
+        (Phase.DRAINING, Shed("no_endpoints", 1.0, (("not_draining", 1),))),
+    ],
+)
+def test_what_does_not_serve_yet_or_any_more_gets_nothing(phase: Phase, alone: Shed) -> None:
     balancer = balancer_of(instance("a", phase=phase), instance("b"))
     assert {picked(balancer).endpoint.id for _ in range(20)} == {"b"}
     balancer.update(Pool(CLUSTER, (instance("a", phase=phase),)), 1.0)
-    assert shed(balancer) == Shed("no_endpoints", 1.0, (("not_draining", 1),))
+    assert shed(balancer) == alone
 
 
 def test_a_full_pool_is_saturated_until_one_ends() -> None:

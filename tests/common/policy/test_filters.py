@@ -4,7 +4,7 @@ import pytest
 
 from common.policy.balancer import Balancer
 from common.policy.candidate import Limits
-from common.policy.filters import Filter, has_capacity, not_draining, not_ejected, serves_model
+from common.policy.filters import Filter, has_capacity, not_draining, not_ejected, not_loading, serves_model
 from common.types import Outcome, Phase
 from tests.common.policy.build import ask, balancer_of, done, instance, picked
 
@@ -22,14 +22,17 @@ def test_serves_model_keeps_what_lists_it_or_lists_nothing() -> None:
     assert kept(serves_model, balancer, model="M") == ["c"]
 
 
-def test_a_request_without_a_model_may_go_anywhere() -> None:
-    balancer = balancer_of(instance("a", models=frozenset({"m"})), instance("b", models=frozenset({"n"})))
+def test_a_request_without_a_model_goes_to_whoever_speaks_its_api() -> None:
+    balancer = balancer_of(instance("a", models=frozenset({"m"}), engine="ollama"), instance("b", engine="vllm"))
     assert kept(serves_model, balancer, model="") == ["a", "b"]
+    ollama = ask(model="", api="ollama")
+    assert [c.endpoint.id for c in serves_model(ollama, list(balancer.candidates.values()), 0.0)] == ["a"]
 
 
-def test_not_draining_keeps_only_what_serves() -> None:
+def test_what_loads_or_drains_takes_nothing() -> None:
     balancer = balancer_of(*(instance(phase.value, phase=phase) for phase in Phase))
-    assert kept(not_draining, balancer) == ["serving"]
+    assert kept(not_draining, balancer) == ["loading", "serving"]
+    assert kept(not_loading, balancer) == ["serving", "draining"]
 
 
 def test_not_ejected_keeps_what_its_breaker_lets_through() -> None:
@@ -57,7 +60,7 @@ def test_has_capacity_leaves_what_refused_alone_for_as_long_as_it_asked(asked_s:
     assert kept(has_capacity, balancer, now=10.0 + back_s) == ["a", "b"]
 
 
-@pytest.mark.parametrize("keep", [serves_model, not_draining, not_ejected, has_capacity])
+@pytest.mark.parametrize("keep", [serves_model, not_draining, not_ejected, not_loading, has_capacity])
 def test_a_filter_keeps_the_order_and_makes_nothing_of_nothing(keep: Filter) -> None:
     balancer = balancer_of(*(instance(name) for name in "dbca"))
     assert kept(keep, balancer) == ["d", "b", "c", "a"]

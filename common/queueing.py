@@ -1,0 +1,102 @@
+"""The waiting room at work: requests that nobody can take wait here and not in a server's unbounded queue.
+
+Only the tier that a request entered by holds it; the ones below refuse, so that a sibling may be tried. Whenever
+something changes (an answer ended, a server came up, a report came in) those in front try again, in one synchronous
+step each, so that nobody is overtaken and a place that is free is taken once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from math import inf
+
+from common import clock
+from common.errors import DeadlineExceeded, LBError, NoEndpoints, Saturated
+from common.policy.stages import Route
+from common.policy.waiting import Bounds, Waiter, WaitingRoom, cost_tokens
+from common.types import InferenceRequest, Shed
+
+RETRY_S = 0.05  # what changes with time alone (a server's pause is over) is noticed this soon
+
+Attempt = Callable[[], Route | Shed]
+
+
+class Queue:
+    """The waiting room of one process."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.room = WaitingRoom(bounds)
+        self._waiting: dict[Waiter, tuple[Attempt, asyncio.Future[Route]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def route(self, request: InferenceRequest, attempt: Attempt, shed: Shed) -> Route:
+        """Wait until `attempt` gives a route. Raises Saturated, NoEndpoints or DeadlineExceeded when it will not."""
+        now = clock.now()
+        waiter = Waiter(
+            request.model,
+            request.tenant,
+            request.priority,
+            cost_tokens(request.input_tokens, request.output_tokens),
+            now,
+            inf if request.deadline_s is None else now + request.deadline_s,
+        )
+        refused = self.room.enter(waiter, now)
+        if isinstance(refused, Shed):
+            raise _error(refused)
+        if refused is not None:
+            self._refuse(refused, Shed("saturated", self.room.expected_wait_s(now)))
+        future: asyncio.Future[Route] = asyncio.get_running_loop().create_future()
+        self._waiting[waiter] = (attempt, future)
+        self._arm()
+        try:
+            return await future
+        finally:
+            self.room.leave(waiter)
+            self._waiting.pop(waiter, None)
+
+    def wake(self) -> None:
+        """Something changed: whoever is in front tries again."""
+        if not self._waiting:
+            return
+        now = clock.now()
+        for waiter in self.room.expired(now):
+            reason = "deadline_exceeded" if waiter.deadline <= now else "saturated"
+            self._refuse(waiter, Shed(reason, max(1.0, self.room.expected_wait_s(now))))
+        stuck: set[str] = set()
+        while True:
+            first = next((w for w in self.room.in_order(now) if w.model not in stuck), None)
+            if first is None:
+                return
+            attempt, future = self._waiting[first]
+            route = Shed("") if future.done() else attempt()
+            if isinstance(route, Route):
+                self.room.took(first, now)
+                future.set_result(route)
+            elif future.done():
+                self.room.leave(first)
+            else:
+                stuck.add(first.model)  # others of this model would find nothing either
+
+    def _refuse(self, waiter: Waiter, shed: Shed) -> None:
+        entry = self._waiting.pop(waiter, None)
+        if entry is not None and not entry[1].done():
+            entry[1].set_exception(_error(shed))
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.wake()
+        if self._waiting:
+            self._arm()
+
+
+def _error(shed: Shed) -> LBError:
+    if shed.reason == "deadline_exceeded":
+        return DeadlineExceeded("it cannot be answered before its deadline", retry_after_s=shed.retry_after_s)
+    if shed.reason == "saturated":
+        return Saturated("too many requests are waiting", retry_after_s=shed.retry_after_s)
+    return NoEndpoints(retry_after_s=shed.retry_after_s)

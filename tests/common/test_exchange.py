@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+from common.balancing import Balancing
+from common.exchange import Exchange
+from common.policy.candidate import Limits
+from common.policy.stages import predicted_completion
+from common.store.memory import MemoryAffinityStore
+from common.types import Endpoint, InferenceRequest, Pick, Pool
+
+NODE = ("eu", "c1")
+REQUEST = InferenceRequest("0" * 32, "m", stream=True, input_tokens=100, output_tokens=50.0)
+
+
+def balancing(name: str) -> Balancing:
+    made = Balancing(name, lambda path: True, lambda path: predicted_completion(), Limits(), Random(1))
+    made.update({NODE: Pool(NODE, tuple(Endpoint(i, url=f"http://{i}", gpu="h100") for i in "ab"))})
+    return made
+
+
+async def test_two_balancers_see_what_the_other_has_under_way_and_forget_it_when_it_dies() -> None:
+    store = MemoryAffinityStore()
+    one, other = balancing("one"), balancing("other")
+    for made, others in ((one, "other"), (other, "one")):
+        made.balancers[NODE].replicas([others], 0.0)
+    tasks = [
+        asyncio.create_task(Exchange(store, NODE, made, lambda name=name: frozenset({name})).run())
+        for made, name in ((one, "other"), (other, "one"))
+    ]
+    picks = [one.balancers[NODE].pick(REQUEST, 0.0, Random(2), ("b",)) for _ in range(5)]
+    assert all(isinstance(p, Pick) for p in picks)
+    await asyncio.sleep(0.2)
+    seen = other.balancers[NODE].candidates["a"]
+    assert seen.server.w == 5
+    assert seen.server.copies == 1.0
+    tasks[0].cancel()
+    other.balancers[NODE].replicas([], 0.0)
+    assert seen.server.w == 0
+    tasks[1].cancel()
+
+
+async def test_alone_nothing_is_told() -> None:
+    store = MemoryAffinityStore()
+    task = asyncio.create_task(Exchange(store, NODE, balancing("one"), frozenset).run())
+    await asyncio.sleep(0.15)
+    assert not store._shared
+    task.cancel()
