@@ -196,6 +196,12 @@ class Balancing:
         for hop in route.hops:
             self.balancers[hop.path].first_token(hop.pick.reservation, now)
 
+    def under_way(self, path: Path) -> int:
+        """Requests of this process that are under way at a region, cluster or instance."""
+        balancer = self.balancers.get(path[:-1])
+        candidate = balancer.candidates.get(path[-1]) if balancer is not None else None
+        return candidate.in_flight if candidate is not None else 0
+
     def models(self) -> frozenset[str]:
         """All models that some instance serves now."""
         found: set[str] = set()

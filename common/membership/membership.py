@@ -15,7 +15,8 @@ from typing import Any, Final
 import structlog
 
 from common import clock
-from common.errors import ConfigError
+from common.errors import ConfigError, StoreUnavailable
+from common.membership.drains import Drain, decode_drain, drain_path, encode_drain, key_of_drain
 from common.membership.outage import OutageGuard
 from common.membership.pools import Member, Tree, grow
 from common.membership.records import Place, decode, encode, key_of, place_of
@@ -116,6 +117,35 @@ class Membership:
     def _covering(self, key: str) -> list[_Watched]:
         return [source for source in self._sources if key.startswith(source.prefix)]
 
+    # -- what operators want -----------------------------------------------------------------------------------------
+
+    @property
+    def drains(self) -> tuple[Drain, ...]:
+        """What takes no new work by an operator's word, in order of paths."""
+        marks = (record.drain for record in self._records.values() if record.drain is not None)
+        return tuple(sorted(marks, key=lambda drain: drain.path))
+
+    async def drain(self, drain: Drain) -> None:
+        """Have no new work sent to a region, cluster or instance until `undrain`.
+
+        Raises StoreUnavailable, and ConfigError for what is no path of one.
+        """
+        key = key_of_drain(self._root, drain.path)
+        await asyncio.gather(*(source.store.put(key, encode_drain(drain)) for source in self._covering(key)))
+
+    async def undrain(self, path: Path) -> None:
+        """Take such a mark away; nothing if there is none. Raises StoreUnavailable, ConfigError."""
+        key = key_of_drain(self._root, path)
+        await asyncio.gather(*(source.store.delete(key) for source in self._covering(key)))
+
+    async def _put_back(self, source: _Watched, lost: Mapping[str, Drain]) -> None:
+        """A store that lost its data has forgotten what operators wanted, which nobody registers again."""
+        for key, drain in lost.items():
+            try:
+                await source.store.put_if_absent(key, encode_drain(drain))
+            except StoreUnavailable as error:
+                log.warning("drain lost by the store and not put back", key=key, reason=str(error))
+
     # -- everybody's -------------------------------------------------------------------------------------------------
 
     @property
@@ -146,6 +176,7 @@ class Membership:
             "revision": self.pool(()).revision,
             "stale": any(source.snapshot.stale for source in self._sources),
             "unconfirmed": sorted(key for source in self._sources for key in source.guard.unconfirmed),
+            "drains": ["/".join(drain.path) for drain in self.drains],
             "balancers": self._shown_balancers(()),
             "regions": regions,
         }
@@ -164,8 +195,15 @@ class Membership:
     async def _watch(self, source: _Watched) -> None:
         async with aclosing(source.store.watch(source.prefix)) as snapshots:
             async for snapshot in snapshots:
-                source.snapshot, source.heard = snapshot, True
+                before, source.snapshot, source.heard = source.snapshot, snapshot, True
+                emptied = not snapshot.stale and snapshot.revision < before.revision
+                lost = self._drains_lost(source) if emptied else {}
                 self._refresh()
+                await self._put_back(source, lost)
+
+    def _drains_lost(self, source: _Watched) -> dict[str, Drain]:
+        here = ((key, r.drain) for key, r in self._records.items() if key.startswith(source.prefix))
+        return {key: drain for key, drain in here if drain is not None and key not in source.snapshot.values}
 
     async def _confirm(self) -> None:
         """Look after what is unconfirmed: no snapshot comes when its time is over or it stops answering."""
@@ -188,7 +226,8 @@ class Membership:
         self._records = {key: self._record(key, value) for key, value in values.items()}
         members = ((r.place, r.member) for r in self._records.values() if r.place is not None and r.member is not None)
         revision = sum(source.snapshot.revision for source in self._sources)
-        before, self._tree = self._tree, grow(members, revision, self._stale, self._tree)
+        drained = {r.drain.path for r in self._records.values() if r.drain is not None}
+        before, self._tree = self._tree, grow(members, revision, self._stale, self._tree, drained)
         if self._tree is not before or not self._told:
             self._told = True
             self._on_change(self._tree.pools)
@@ -201,13 +240,18 @@ class Membership:
         place = known.place if known is not None else None
         try:
             place = place or place_of(self._root, key)
-            return _Record(value, place, decode(place, value) if place is not None else None)
+            if place is not None:
+                return _Record(value, place, decode(place, value))
+            path = drain_path(self._root, key)
+            return _Record(value, None, None, decode_drain(path, value) if path is not None else None)
         except ValueError as error:
             log.warning("membership record not understood, skipped", key=key, reason=str(error))
             return _Record(value, place, None)
 
     def _alive(self, key: str) -> bool:
         record = self._records.get(key)
+        if record is not None and record.drain is not None:
+            return True  # it waits to be put back, and nobody would answer for it
         return record is not None and record.member is not None and self._answers(record.member)
 
     def _stale(self, path: Path) -> bool:
@@ -259,6 +303,7 @@ class _Record:
     value: bytes
     place: Place | None
     member: Member | None
+    drain: Drain | None = None
 
 
 def _shown(endpoint: Endpoint) -> dict[str, Any]:

@@ -80,6 +80,16 @@ class MemoryMembershipStore:
             self.write(key, value, None)
         return self._keys[key][0]
 
+    async def put(self, key: str, value: bytes) -> None:
+        """See MembershipStore."""
+        self._check()
+        self.write(key, value, None)
+
+    async def delete(self, key: str) -> None:
+        """See MembershipStore."""
+        self._check()
+        self.write(key, None, None)
+
     async def ping(self, timeout_s: float) -> None:
         """See MembershipStore."""
         changed = asyncio.Event()
@@ -99,10 +109,6 @@ class MemoryMembershipStore:
         """See MembershipStore."""
         self._closed = True
         self._notify()
-
-    def remove(self, key: str) -> None:
-        """Delete a key as an operator would; a live lease that presents it puts it back."""
-        self.write(key, None, None)
 
     # -- for leases --------------------------------------------------------------------------------------------------
 
