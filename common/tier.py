@@ -25,6 +25,7 @@ from common.admin import admin_app
 from common.affinity import Affinity
 from common.balancing import Balancing
 from common.config import TierConfig
+from common.drain_api import drain_router
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.hung import HungPeers
 from common.local import local_app
@@ -208,6 +209,7 @@ class TierProcess:
     async def _start_admin(self) -> None:
         host, port = _split(self.config.admin)
         app = admin_app(self.id, self.node, self.balancing, self.telemetry, lambda: not self.draining, self._admin_urls)
+        app.include_router(drain_router(self.membership, self.balancing, self._admin_urls))
         try:
             socket = create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)
         except OSError as error:

@@ -140,6 +140,8 @@ def trace(
 
 ELSEWHERE = {  # commands whose options stand in a module of their own, which takes long to import
     "bench": ("services.bench.__main__", "bench"),
+    "drain": ("services.cli.drain", "drain"),
+    "undrain": ("services.cli.drain", "undrain"),
     "demo": ("services.demo.__main__", "demo"),
     "engine": ("services.engine_sim.__main__", "command"),
     "sim": ("services.sim.__main__", "sim"),

@@ -239,6 +239,8 @@ class System:
         dead = [name for name, process in self.processes.items() if process.process is None]
         await asyncio.gather(*(self.processes[name].start() for name in dead))
         await asyncio.gather(*(get(f"{self.engine_url(n)}/sim/faults", method="DELETE") for n in self.servers))
+        for mark in (await get(f"{self.admin_url}/admin/v1/drains")).json():
+            await get(f"{self.admin_url}/admin/v1/drains/{mark['path']}", method="DELETE")
         await self.settled()
 
     def discard(self) -> None:
