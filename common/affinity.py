@@ -27,6 +27,10 @@ class Affinity:
         self._writes: set[asyncio.Task[None]] = set()
         self.store_failures = 0
 
+    def reconfigure(self, *, timeout_s: float, max_sessions: int) -> None:
+        """Remember for another time, and another number of sessions; those that are known stay as they are."""
+        self._timeout_s, self._max_sessions = timeout_s, max_sessions
+
     def local(self, session: str) -> Placement | None:
         """The placement known in this process, without waiting."""
         entry = self._local.get(session)

@@ -5,6 +5,7 @@ Imports that cost are made here, when they are needed: gRPC for etcd, the Redis 
 
 from __future__ import annotations
 
+import os
 import secrets
 
 import structlog
@@ -19,6 +20,19 @@ log = structlog.get_logger()
 
 STORE_START_S = 5.0  # etcd must answer within this when a tier starts
 LEAST_KEY_BYTES = 16
+
+
+def verify(etcd: Etcd, redis: Redis) -> None:
+    """Raise ConfigError for addresses that are none. Connects to nothing."""
+    if redis.url:
+        from common.store.redis_client import connect  # noqa: PLC0415
+
+        connect(redis.url, max_connections=1, timeout_s=1.0)
+    for name, file in (("ca_file", etcd.ca_file), ("cert_file", etcd.cert_file), ("key_file", etcd.key_file)):
+        if file and not os.access(file, os.R_OK):
+            raise ConfigError(f"etcd.{name}: {file} cannot be read")
+    if bool(etcd.user) != bool(etcd.password):
+        raise ConfigError("etcd: a user needs a password, and a password a user")
 
 
 async def membership_store(etcd: Etcd) -> MembershipStore:

@@ -47,7 +47,7 @@ class Balancing:
         self.rng = rng
         self.balancers: dict[Path, Balancer] = {}
         self._policy = policy
-        self._limits = limits
+        self.limits = limits
         self._peers: dict[str, Breaker] = {}
         self._peer_in_flight: dict[str, int] = {}
         self._models: dict[str, float] = {}  # model -> last served by somebody
@@ -61,7 +61,7 @@ class Balancing:
         for path, pool in pools.items():
             balancer = self.balancers.get(path)
             if balancer is None:
-                balancer = self.balancers[path] = Balancer(path, self._policy(path), self._limits)
+                balancer = self.balancers[path] = Balancer(path, self._policy(path), self.limits)
             balancer.update(pool, now)
         for path in self.balancers.keys() - pools.keys():
             balancer = self.balancers[path]
@@ -72,6 +72,12 @@ class Balancing:
         alive = {peer.id for pool in pools.values() for e in pool.endpoints for peer in e.balancers}
         for gone in self._peers.keys() - alive:
             del self._peers[gone]
+
+    def reconfigure(self, policy: Callable[[Path], Policy], limits: Limits) -> None:
+        """Choose by another policy and within other bounds from now on."""
+        self._policy, self.limits = policy, limits
+        for path, balancer in self.balancers.items():
+            balancer.reconfigure(policy(path), limits)
 
     def _remember_models(self, now: float) -> None:
         for balancer in self.balancers.values():

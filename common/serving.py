@@ -114,6 +114,21 @@ class Serving:
         self._via = b"via: 1.1 %b\r\n" % self.intake.pseudonym
         self._rng = rng
 
+    def reconfigure(
+        self,
+        *,
+        attempts: int,
+        budget_ratio: float,
+        sample_ratio: float,
+        allowed_origins: tuple[str, ...],
+        dropped_headers: frozenset[bytes],
+        comment_s: float,
+    ) -> None:
+        """Other settings for the requests that come from now on."""
+        self._attempts, self._budget.ratio, self._sample_ratio = attempts, budget_ratio, sample_ratio
+        self.replies = Replies(allowed_origins)
+        self._dropped, self._comment_s = dropped_headers, comment_s
+
     # -- one request -------------------------------------------------------------------------------------------------
 
     async def serve(self, exchange: Exchange) -> None:

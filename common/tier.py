@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import nullcontext, suppress
 from random import Random
 from socket import AF_INET, AF_INET6, create_server, gethostname
 from ssl import SSLContext
+from typing import Any
 
 import structlog
 import uvicorn
@@ -25,6 +26,7 @@ from common.admin import admin_app
 from common.affinity import Affinity
 from common.balancing import Balancing
 from common.config import TierConfig
+from common.config_api import config_router
 from common.drain_api import drain_router
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.hung import HungPeers
@@ -39,6 +41,7 @@ from common.relay.exchange import Exchange
 from common.relay.heads import Headers
 from common.relay.relay import Relay
 from common.relay.tls import Certificates
+from common.reload import Reloader, Source
 from common.reporting import ReportServer, Tls
 from common.serving import Serving
 from common.spans import OtlpExport
@@ -50,6 +53,22 @@ log = structlog.get_logger()
 
 ADMIN_STOP_S = 1.0
 ROUND_TRIPS_KEPT = 5  # the least of the last five handshakes is the distance; what is above it is scheduling
+LIVE = frozenset(  # what may change while a tier runs; the rest is an address, a name, a store, or its way to one
+    {
+        "limits",
+        "upstream",
+        "retry",
+        "health",
+        "drain",
+        "policy",
+        "affinity",
+        "cors",
+        "streaming",
+        "forward",
+        "network",
+        "tracing.sample_ratio",
+    }
+)
 TLS_ROUND_TRIPS = 2  # of a handshake: one for TCP, one for TLS 1.3
 
 
@@ -63,10 +82,18 @@ class TierProcess:
         *,
         serves: Callable[[Path], bool] | None = None,
         store: MembershipStore | None = None,
+        source: Source[Any] | None = None,
+        on_config: Callable[[Any], None] = lambda config: None,
+        live: Collection[str] = (),
     ) -> None:
-        if config.policy.name not in POLICIES:
-            raise ConfigError(f"policy.name: unknown policy '{config.policy.name}' (known: {', '.join(POLICIES)})")
+        """`source`: where the configuration is from, to be followed; `on_config` is told of another one, which may
+        differ in the `live` keys besides those that every tier can change.
+        """
+        verify(config)
         self.config = config
+        self._source = source
+        self._on_config = on_config
+        self._live = LIVE | frozenset(live)
         self.node = node
         self.tier = Tier.of(node)
         self.pools: Mapping[Path, Pool] = {}
@@ -97,8 +124,7 @@ class TierProcess:
         self._keys = backing.RouteKeys(config.auth, config.etcd, store)
         self.signer = await self._keys.signer()
         self.id = config.id or self._default_id()
-        limits = Limits(config.upstream.max_in_flight, config.health.eject_after, config.health.cooldown_s)
-        self.balancing = Balancing(self.id, self._serves, self._policy, limits, self._rng)
+        self.balancing = Balancing(self.id, self._serves, self._policy, self._limits(), self._rng)
         self._affinity_store = backing.affinity_store(config.redis)
         self._make_telemetry()
         self._make_serving()
@@ -156,7 +182,7 @@ class TierProcess:
             sample_ratio=config.tracing.sample_ratio,
             rng=self._rng,
             allowed_origins=config.cors.allowed_origins,
-            dropped_headers=frozenset(n.lower().replace("_", "-").encode() for n in config.forward.drop_headers),
+            dropped_headers=_header_names(config.forward.drop_headers),
             comment_s=config.streaming.keepalive_comment_s,
             verified_peers=config.tls.peers_required,
         )
@@ -206,10 +232,44 @@ class TierProcess:
         policy = self.config.policy
         return policy_named(policy.name, policy.price_weight_s_per_usd, Tier.of(path))
 
+    def _limits(self) -> Limits:
+        config = self.config
+        return Limits(config.upstream.max_in_flight, config.health.eject_after, config.health.cooldown_s)
+
+    def _reconfigure(self, config: TierConfig) -> None:
+        """Take another configuration over, at once; what is fixed is the same in both."""
+        before, self.config = self.config, config
+        if (config.policy, self._limits()) != (before.policy, self.balancing.limits):
+            self.balancing.reconfigure(self._policy, self._limits())
+        self.relay.reconfigure(config.limits, config.upstream, half_close=config.upstream.half_close)
+        self.serving.affinity.reconfigure(
+            timeout_s=config.affinity.timeout_s, max_sessions=config.affinity.max_sessions
+        )
+        self.serving.reconfigure(
+            attempts=config.retry.attempts,
+            budget_ratio=config.retry.budget_ratio,
+            sample_ratio=config.tracing.sample_ratio,
+            allowed_origins=config.cors.allowed_origins,
+            dropped_headers=_header_names(config.forward.drop_headers),
+            comment_s=config.streaming.keepalive_comment_s,
+        )
+        self._on_config(config)
+
     async def _start_admin(self) -> None:
         host, port = _split(self.config.admin)
         app = admin_app(self.id, self.node, self.balancing, self.telemetry, lambda: not self.draining, self._admin_urls)
         app.include_router(drain_router(self.membership, self.balancing, self._admin_urls))
+        if self._source is not None:
+            reloader = Reloader(
+                self.config,
+                self._source,
+                self._reconfigure,
+                live=self._live,
+                check=verify,
+                registry=self.telemetry.registry,
+            )
+            app.include_router(config_router(reloader))
+            self._spawn(reloader.run(), "configuration")
         try:
             socket = create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)
         except OSError as error:
@@ -358,6 +418,17 @@ class TierProcess:
         self.telemetry.close()
         if self._export is not None:
             await asyncio.to_thread(self._export.close, 2.0)
+
+
+def verify(config: TierConfig) -> None:
+    """Raise ConfigError for what its types allow and no tier could run with. Asks nobody."""
+    if config.policy.name not in POLICIES:
+        raise ConfigError(f"policy.name: unknown policy '{config.policy.name}' (known: {', '.join(POLICIES)})")
+    backing.verify(config.etcd, config.redis)
+
+
+def _header_names(names: tuple[str, ...]) -> frozenset[bytes]:
+    return frozenset(name.lower().replace("_", "-").encode() for name in names)
 
 
 def _refusal(exchange: Exchange, status: int, message: str) -> tuple[bytes, bytes]:

@@ -213,6 +213,15 @@ class Balancer:
             c.endpoint.price_usd_per_hour > 0.0 or any(s.price_usd_per_hour > 0.0 for s in c.quoted) for c in candidates
         )
 
+    def reconfigure(self, policy: Policy, limits: Limits) -> None:
+        """Choose by another policy and within other bounds; what was learned stays."""
+        self.policy, self.limits = policy, limits
+        for c in (*self.candidates.values(), *self._gone.values()):
+            c.bounded(limits)
+            if policy.learns and c.depth == 2 and c.estimates[0].samples < TRIAL_SAMPLES:
+                self._unknown.add(c.endpoint.id)
+        self._pool_changed()
+
     def report(self, report: LoadReport, now: float) -> None:
         """Take an endpoint's report in; one of an endpoint that is not in the pool is dropped."""
         candidate = self.candidates.get(report.endpoint)

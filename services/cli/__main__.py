@@ -5,15 +5,19 @@ Heavy imports happen inside the subcommands, so that each starts with what it ne
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Coroutine
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,7 +33,7 @@ Listen = Annotated[str | None, typer.Option("--listen", metavar="HOST:PORT", hel
 Admin = Annotated[str | None, typer.Option("--admin", metavar="HOST:PORT", help="admin listener")]
 ADMIN_URL = "http://127.0.0.1:9080"
 
-C = TypeVar("C")
+C = TypeVar("C", bound="BaseModel")
 
 
 def fail(message: str) -> typer.Exit:
@@ -38,17 +42,19 @@ def fail(message: str) -> typer.Exit:
     return typer.Exit(1)
 
 
-def _serve(run: Callable[[C], Coroutine[Any, Any, None]], load: Callable[[], C]) -> None:
-    """Load a configuration and run a process on it until it is told to stop."""
+def _serve(run: Callable[[C, Any], Coroutine[Any, Any, None]], load: Callable[[], C], file: Path | None) -> None:
+    """Load a configuration and run a process on it, following its file, until it is told to stop."""
     import uvloop  # noqa: PLC0415
 
     from common.logs import configure  # noqa: PLC0415
+    from common.reload import Source  # noqa: PLC0415
 
     try:
         config = load()
         log = getattr(config, "log", None)
         configure(*((log.format, log.level) if log is not None else ()))
-        uvloop.run(run(config))
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it means: read the configuration again
+        uvloop.run(run(config, Source(load, file)))
     except ConfigError as error:
         raise fail(str(error)) from None
     except KeyboardInterrupt:
@@ -72,7 +78,7 @@ def up(
     overrides: dict[str, Any] = {"listen": listen, "admin": admin}
     if instance:
         overrides["instances"] = [{"url": url} for url in instance]
-    _serve(run, lambda: load(UpConfig, config, overrides))
+    _serve(run, lambda: load(UpConfig, config, overrides), config)
 
 
 @app.command("global")
@@ -82,7 +88,7 @@ def global_(config: Config = None, listen: Listen = None, admin: Admin = None) -
     from services.global_lb.__main__ import run  # noqa: PLC0415
     from services.global_lb.config import GlobalConfig  # noqa: PLC0415
 
-    _serve(run, lambda: load(GlobalConfig, config, {"listen": listen, "admin": admin}))
+    _serve(run, lambda: load(GlobalConfig, config, {"listen": listen, "admin": admin}), config)
 
 
 @app.command()
@@ -92,7 +98,7 @@ def region(config: Config = None, listen: Listen = None, admin: Admin = None) ->
     from services.region_lb.__main__ import run  # noqa: PLC0415
     from services.region_lb.config import RegionConfig  # noqa: PLC0415
 
-    _serve(run, lambda: load(RegionConfig, config, {"listen": listen, "admin": admin}))
+    _serve(run, lambda: load(RegionConfig, config, {"listen": listen, "admin": admin}), config)
 
 
 @app.command()
@@ -102,7 +108,7 @@ def instance(config: Config = None, listen: Listen = None, admin: Admin = None) 
     from services.instance_lb.__main__ import run  # noqa: PLC0415
     from services.instance_lb.config import InstanceConfig  # noqa: PLC0415
 
-    _serve(run, lambda: load(InstanceConfig, config, {"listen": listen, "admin": admin}))
+    _serve(run, lambda: load(InstanceConfig, config, {"listen": listen, "admin": admin}), config)
 
 
 @app.command()
@@ -112,7 +118,7 @@ def agent(config: Config = None) -> None:
     from services.agent.__main__ import run  # noqa: PLC0415
     from services.agent.config import AgentConfig  # noqa: PLC0415
 
-    _serve(run, lambda: load(AgentConfig, config))
+    _serve(run, lambda: load(AgentConfig, config), config)
 
 
 @app.command()
@@ -139,6 +145,7 @@ def trace(
 
 
 ELSEWHERE = {  # commands whose options stand in a module of their own, which takes long to import
+    "check": ("services.cli.check", "check"),
     "bench": ("services.bench.__main__", "bench"),
     "drain": ("services.cli.drain", "drain"),
     "undrain": ("services.cli.drain", "undrain"),

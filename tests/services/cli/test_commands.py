@@ -28,6 +28,7 @@ def test_help_lists_all_commands():
             "agent",
             "trace",
             "bench",
+            "check",
             "demo",
             "drain",
             "undrain",
