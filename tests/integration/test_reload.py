@@ -68,9 +68,11 @@ class World:
 async def loaded(world: World) -> AsyncIterator[None]:
     """A load under which nothing may fail."""
     task = asyncio.create_task(world.load())
-    yield
-    task.cancel()
-    await asyncio.wait({task})
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
     assert len(world.statuses) > 10
     assert set(world.statuses) == {200}
 
@@ -114,7 +116,7 @@ async def test_a_server_that_is_taken_out_is_left_alone_and_its_streams_end_well
     slow = Script.stream(*(f"{i} " for i in range(300)), gap_s=0.02)
     async with loaded(world), await Raw.connect(world.up.url) as raw:
         for engine in world.engines.values():
-            engine.choose = lambda seen: slow if b'"stream": true' in seen.body else Script.whole()
+            engine.choose = lambda seen: slow if b'"stream":true' in seen.body else Script.whole()
         raw.send(post(PATH, chat(MODEL, stream=True)))
         await raw.until(b"data:", 2)
         gone, kept = ("one", "two") if world.engines["one"].in_flight else ("two", "one")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from services.cli.__main__ import ELSEWHERE, app
+from services.cli.__main__ import ELSEWHERE
 from services.cli.check import check
 from tests.servers import EtcdServer, RedisServer, free_port
 
-if "check" not in [c.name for c in app.registered_commands]:
-    app.command("check")(check)
+app = typer.Typer()
+app.command("check")(check)
 
 GOOD = {
     "global": "etcd: {urls: [http://10.0.0.2:2379]}",
@@ -24,7 +26,7 @@ GOOD = {
 
 
 def run(file: Path, *arguments: str) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["check", str(file), *arguments])
+    done = CliRunner().invoke(app, [str(file), *arguments])
     return done.exit_code, done.stdout, done.stderr
 
 
@@ -72,8 +74,6 @@ def test_a_file_that_is_not_there_and_a_kind_that_is_none(tmp_path: Path) -> Non
 
 
 async def test_stores_are_asked_when_told_to(tmp_path: Path) -> None:
-    import asyncio
-
     async with EtcdServer() as etcd, RedisServer() as redis:
         text = f"etcd: {{urls: ['{etcd.url}']}}\nredis: {{url: '{redis.url}', budget_ms: 500}}"
         file = written(tmp_path, text)
