@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from common.config import NAME, Etcd, HostPort, Log, Name, Section, Url
 from services.agent.engines import ADAPTERS, adapter_for
+from services.agent.sources.config import Discovery
 
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", "[::]", ""})
 LOOPBACKS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -77,6 +78,7 @@ class AgentConfig(Section):
     etcd: Etcd = Etcd(urls=("http://127.0.0.1:2379",))
     instances: tuple[InstanceConfig, ...] = ()
     """The servers beside it."""
+    discovery: Discovery = Discovery()
     scrape_interval_s: Annotated[float, Field(ge=0.2, le=60.0)] = 1.0
     """A server is looked at this often."""
     scrape_timeout_s: Annotated[float, Field(ge=0.05, le=60.0)] = 2.0
