@@ -114,5 +114,7 @@ class Discovery(Section):
     """By the labels of containers."""
     kubernetes: tuple[KubernetesSource, ...] = ()
     """By EndpointSlices."""
+    node: str = ""
+    """Only endpoints on this Kubernetes node count, so that there can be one agent on each; empty: all."""
     max_instances: Count = 1000
     """More servers than this are not taken, all sources together."""

@@ -40,6 +40,7 @@ class _Endpoint(msgspec.Struct, rename="camel"):
     addresses: list[str]
     conditions: _Conditions | None = None
     target_ref: _Reference | None = None
+    node_name: str | None = None
 
 
 class _Port(msgspec.Struct):
@@ -79,6 +80,7 @@ class KubernetesEndpoints:
     """The endpoints of one Service."""
 
     config: KubernetesSource
+    node: str = ""  # endpoints on other nodes do not count
     _slices: dict[str, _Slice] = field(default_factory=dict)
 
     @property
@@ -194,7 +196,7 @@ class KubernetesEndpoints:
         for slice_ in sorted(self._slices.values(), key=lambda s: (s.address_type != "IPv4", s.metadata.name)):
             port, problem = self._port(slice_.ports or [])
             for endpoint in slice_.endpoints or ():
-                if not (endpoint.addresses and self._counts(endpoint.conditions or _Conditions())):
+                if not (endpoint.addresses and self._counts(endpoint)):
                     continue
                 host = endpoint.addresses[0]
                 ref = endpoint.target_ref
@@ -202,7 +204,10 @@ class KubernetesEndpoints:
                 found.setdefault(id_ or host, Found(host, port, id_, problem=problem))
         return [found[key] for key in sorted(found)]
 
-    def _counts(self, conditions: _Conditions) -> bool:
+    def _counts(self, endpoint: _Endpoint) -> bool:
+        conditions = endpoint.conditions or _Conditions()
+        if self.node and endpoint.node_name != self.node:
+            return False
         if conditions.terminating:
             return False  # it ends what it has, and wants nothing new
         return conditions.ready is not False or self.config.not_ready  # unknown is to be read as ready

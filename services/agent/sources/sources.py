@@ -40,7 +40,7 @@ class Sources:
         self._sources: list[Source] = [
             *(DnsName(c) for c in discovery.dns),
             *(DockerContainers(c) for c in discovery.docker),
-            *(KubernetesEndpoints(c) for c in discovery.kubernetes),
+            *(KubernetesEndpoints(c, discovery.node) for c in discovery.kubernetes),
         ]
         self._found: list[Sequence[InstanceConfig]] = [()] * len(self._sources)
         self._instances = config.instances

@@ -168,6 +168,14 @@ async def test_which_endpoints_count_and_on_which_port(api: ApiServer) -> None:
         task.cancel()
 
 
+async def test_an_agent_on_each_node_has_that_nodes_endpoints(api: ApiServer) -> None:
+    await api.put("a", {**pod("p1", "10.1.0.1"), "nodeName": "gpu1"}, {**pod("p2", "10.1.0.2"), "nodeName": "gpu2"})
+    endpoints = source(api)
+    endpoints.node = "gpu2"
+    async with followed(endpoints) as seen:
+        await eventually(lambda: seen == {"p2": "http://10.1.0.2:8000"})
+
+
 async def test_a_server_that_is_away_or_no_api_server_says_why(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(_: Sequence[InstanceConfig]) -> None:
         raise AssertionError("there was nothing to tell")
