@@ -61,6 +61,23 @@ class InstanceConfig(Section):
         return urlsplit(self.url).hostname or ""
 
 
+class ReportsTls(Section):
+    """TLS of the load reports offered here; balancers with a certificate of their own ask for it."""
+
+    cert_file: str = ""
+    """Certificate chain of this process (PEM), read when it starts."""
+    key_file: str = ""
+    """Its key."""
+    ca_file: str = ""
+    """Authority that signs balancers' certificates: whoever has none of it gets no report."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if bool(self.cert_file) != bool(self.key_file) or (self.ca_file and not self.cert_file):
+            raise ValueError("cert_file and key_file go together, and ca_file with them")
+        return self
+
+
 class AgentConfig(Section):
     """All settings of one agent process."""
 
@@ -76,6 +93,7 @@ class AgentConfig(Section):
     """Host under which balancers reach this process; default: the host of `listen`."""
     log: Log = Log()
     etcd: Etcd = Etcd(urls=("http://127.0.0.1:2379",))
+    tls: ReportsTls = ReportsTls()
     instances: tuple[InstanceConfig, ...] = ()
     """The servers beside it."""
     discovery: Discovery = Discovery()

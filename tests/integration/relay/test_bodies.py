@@ -223,7 +223,14 @@ async def test_targets_and_headers_arrive_as_they_were(depth: int) -> None:
     engine = FakeEngine("a")
     async with tiers(engine, depth=depth) as world, await Raw.connect(world.url) as raw:
         target = PATH + "?a=%2F&b=+c&a=2&=&x=%E9&y=/../z?"
-        lines = ["x-twice: 1", "x-twice: 2", "x-empty:", "Accept: */*", "Cookie: a=b; c=d", "X-Caf\xc3\xa9.1: n"[:7] + ": n"]
+        lines = [
+            "x-twice: 1",
+            "x-twice: 2",
+            "x-empty:",
+            "Accept: */*",
+            "Cookie: a=b; c=d",
+            "X-Caf\xc3\xa9.1: n"[:7] + ": n",
+        ]
         raw.send(post(target, chat(MODEL), *lines))
         assert (await raw.response()).status == 200
         (there,) = engine.seen
