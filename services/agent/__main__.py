@@ -16,6 +16,7 @@ from common.reload import Reloader, Source
 from common.store.etcd import EtcdMembershipStore, EtcdTls
 from services.agent.agent import Agent
 from services.agent.config import AgentConfig
+from services.agent.sources.sources import Sources
 
 log = structlog.get_logger()
 
@@ -40,22 +41,22 @@ async def run(config: AgentConfig, source: Source[AgentConfig] | None = None) ->
         loop.add_signal_handler(number, signalled)
     following: asyncio.Task[None] | None = None
     store = _store(config)
-    agent = Agent(
-        config,
-        Membership(store, ttl_s=config.etcd.ttl_s, root=config.etcd.prefix),
-        Random(secrets.randbits(64)),
-    )
+    rng = Random(secrets.randbits(64))
+    agent = Agent(config, Membership(store, ttl_s=config.etcd.ttl_s, root=config.etcd.prefix), rng)
+    sources = Sources(config, agent.reconfigure, rng)
     try:
         await agent.start()
+        sources.start()
         if source is not None:
             following = asyncio.create_task(
-                Reloader(config, source, agent.reconfigure, live=("instances",)).run(), name="configuration"
+                Reloader(config, source, sources.reconfigure, live=("instances",)).run(), name="configuration"
             )
         await _wait_for(store, config, stop)
         await stop.wait()
     finally:
         if following is not None:
             following.cancel()
+        await sources.close()
         await agent.close()
         await store.close()
 
