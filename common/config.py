@@ -136,13 +136,37 @@ class PolicySection(Section):
     """Seconds that a dollar weighs; a typical request costs about 1e-4 $."""
 
 
+AffinityMode = Literal["soft", "strict", "off"]
+
+
+class AffinityRoute(Section):
+    """Sessions of some requests; of several that match the first counts."""
+
+    path: str = ""
+    """Of the request, as in /v1/completions; none: any."""
+    model: str = ""
+    """Its model; a `*` at the end stands for anything; none: any."""
+    mode: AffinityMode = "soft"
+    """See `affinity.mode`."""
+    timeout_s: Seconds = 600.0
+    """See `affinity.timeout_s`."""
+
+
 class Affinity(Section):
     """Sessions that return to where they were served."""
 
+    mode: AffinityMode = "soft"
+    """soft: they return unless waiting there costs more than reading the prompt anew elsewhere; strict: as long as
+    their server takes work; off: each request is chosen for by itself, but for what is cached."""
     timeout_s: Seconds = 600.0
     """How long after its last request a session is remembered."""
+    routes: tuple[AffinityRoute, ...] = ()
+    """Other modes and times for some paths or models: a list of `path`, `model`, `mode` and `timeout_s`."""
     max_sessions: Count = 100_000
     """Sessions remembered in this process."""
+    held_timeout_s: Annotated[float, Field(ge=0.0, le=2_592_000.0)] = 86_400.0
+    """How long it is remembered which server holds a response or conversation (`/v1/responses`, `/v1/conversations`);
+    what builds on one goes there and nowhere else. 0: never, for servers that share what they store."""
 
 
 class Etcd(Section):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from common import apis
 from common.affinity import Affinity
 from common.balancing import Balancing
-from common.errors import BadRequest, Draining, ModelNotFound, NoEndpoints
+from common.errors import BadRequest, Draining, ModelNotFound, NoEndpoints, StoreUnavailable
 from common.policy.input_length import InputLength
 from common.policy.output_length import OutputLength
 from common.records import RequestRecord
@@ -21,7 +21,7 @@ from common.relay import heads
 from common.relay.coding import decoded
 from common.relay.exchange import Exchange
 from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
-from common.types import InferenceRequest
+from common.types import InferenceRequest, Path
 
 DECODED_HERE_BYTES = 65_536  # compressed bodies above this are decoded by a thread
 UNDERSTOOD_HERE_BYTES = 262_144  # and bodies above this are read by one: about half a millisecond's work
@@ -116,10 +116,28 @@ class Intake:
             deadline_s=hints.deadline_s,
             slo=hints.slo,
         )
-        placement = await self._affinity.lookup(ask.session) if ask.session else None
+        if ask.held and (owner := await self._owner(ask.held)):
+            return replace(request, owner=owner)
+        mode, _ = self._affinity.sticks(exchange.path, model)
+        placement = await self._affinity.lookup(ask.session) if ask.session and mode != "off" else None
         if placement is None:
             return request
-        return replace(request, warm=placement.path, warm_tokens=placement.tokens)
+        return replace(request, warm=placement.path, warm_tokens=placement.tokens, sticky=mode == "strict")
+
+    async def _owner(self, held: tuple[str, ...]) -> Path:
+        """The instance that holds what a request builds on; () when that is not known. Raises NoEndpoints."""
+        if not self._affinity.rules.held_timeout_s:
+            return ()
+        for id_ in held:
+            try:
+                placement = await self._affinity.holder(apis.held_key(id_))
+            except StoreUnavailable:
+                # Another server would say that there is no such thing, which is not so.
+                message = f"which server holds `{id_[:100]}` cannot be told now: the store of sessions does not answer"
+                raise NoEndpoints(message, retry_after_s=1.0) from None
+            if placement is not None:
+                return placement.path
+        return ()
 
     def _output_tokens(self, api: apis.Api, ask: apis.Ask, input_tokens: int, hints: apis.Hints) -> float:
         """As the client expects, or as learned; 0 for what does not generate."""

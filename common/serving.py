@@ -26,6 +26,7 @@ from common.errors import (
     ResetBeforeByte,
     Saturated,
     StreamBroken,
+    Unowned,
     UpstreamError,
 )
 from common.intake import Intake
@@ -208,7 +209,8 @@ class Serving:
             route = self.balancing.route(c.request, c.node, frozenset(c.exclude))
             if isinstance(route, Shed):
                 nothing_left = self._shed(c, route)
-                failure = failure or nothing_left
+                if failure is None or isinstance(nothing_left, Unowned):
+                    failure = nothing_left
                 failure.elsewhere = nothing_left.elsewhere  # what failed here may be tried on by the tier above
                 break
             self._note_stages(c, route)
@@ -329,6 +331,8 @@ class Serving:
             return observer.event_end + event if event and not observer.told_of_error else b""
 
         sending = Sending(exchange, head, exchange.body, judge, first_byte, break_words=break_words)
+        if c.api.creates and not c.record.from_peer and self.affinity.rules.held_timeout_s:
+            sending.saw = apis.FirstId(lambda id_: self._held_there(c, id_)).saw
         if route.peer:  # the tier next to the server gives up first: it alone knows whom to blame, and where to go on
             sending.tries, sending.slack_s = self._attempts, PEER_SLACK_S * (3 - len(route.target))
         return sending
@@ -371,9 +375,16 @@ class Serving:
             self.lengths.learn(c.request.model, c.request.tenant, c.request.input_tokens, tokens)
         served_by = tuple(c.record.served_by.split("/"))
         if c.request.session and not c.record.from_peer and len(served_by) == 3:
-            self.affinity.remember(
-                c.request.session, Placement(served_by, c.request.input_tokens + round(tokens or 0.0))
-            )
+            mode, timeout_s = self.affinity.sticks(c.exchange.path, c.request.model)
+            if mode != "off":
+                placement = Placement(served_by, c.request.input_tokens + round(tokens or 0.0))
+                self.affinity.remember(c.request.session, placement, timeout_s)
+
+    def _held_there(self, c: _Carried, id_: str) -> None:
+        """An answer that begins has this id: what comes back to it has to come to the server that gives it."""
+        served_by = tuple(c.record.served_by.split("/"))
+        if c.exchange.status < 300 and len(served_by) == 3:
+            self.affinity.remember(apis.held_key(id_), Placement(served_by, 0), self.affinity.rules.held_timeout_s)
 
     # -- whether to try again ----------------------------------------------------------------------------------------
 
@@ -404,6 +415,8 @@ class Serving:
     def _shed(self, c: _Carried, shed: Shed) -> LBError:
         if shed.reason == "saturated":
             return Saturated("all instances that serve this model are at their limit", retry_after_s=shed.retry_after_s)
+        if shed.reason in ("owner_gone", "owner_unavailable"):
+            return Unowned("/".join(c.request.owner), gone=shed.reason == "owner_gone")
         if shed.reason == "too_large":
             return BadRequest("the prompt is larger than any instance of this model can hold", param="messages")
         return NoEndpoints(

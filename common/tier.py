@@ -161,9 +161,7 @@ class TierProcess:
 
     def _make_serving(self) -> None:
         config = self.config
-        affinity = Affinity(
-            self._affinity_store, timeout_s=config.affinity.timeout_s, max_sessions=config.affinity.max_sessions
-        )
+        affinity = Affinity(self._affinity_store, config.affinity)
         local: AsgiApp = local_app(self.balancing, lambda: not self.draining)
 
         async def answer_locally(exchange: Exchange, added: Headers) -> None:
@@ -242,9 +240,7 @@ class TierProcess:
         if (config.policy, self._limits()) != (before.policy, self.balancing.limits):
             self.balancing.reconfigure(self._policy, self._limits())
         self.relay.reconfigure(config.limits, config.upstream, half_close=config.upstream.half_close)
-        self.serving.affinity.reconfigure(
-            timeout_s=config.affinity.timeout_s, max_sessions=config.affinity.max_sessions
-        )
+        self.serving.affinity.rules = config.affinity
         self.serving.reconfigure(
             attempts=config.retry.attempts,
             budget_ratio=config.retry.budget_ratio,

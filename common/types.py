@@ -182,6 +182,8 @@ class InferenceRequest:
     session: str = ""  # hashed session key; "" none
     warm: Path = ()  # region, cluster, instance that served this session last
     warm_tokens: int = 0  # tokens of it that may still be cached there
+    sticky: bool = False  # it goes where it was served last as long as that takes work
+    owner: Path = ()  # the one instance that can serve it, for what it holds in memory; () any
     tenant: str = ""
     priority: Priority = Priority.STANDARD
     deadline_s: float | None = None  # seconds from when this tier got it
@@ -240,7 +242,8 @@ class Pick(NamedTuple):
 
 
 class Shed(NamedTuple):
-    """Refuse it. `reason` is saturated, loading, no_endpoints, model_not_found, too_large or deadline_exceeded.
+    """Refuse it. `reason` is saturated, loading, no_endpoints, model_not_found, too_large, deadline_exceeded, or, for
+    what one server alone can serve, owner_gone or owner_unavailable.
 
     `removed`: by the filters, in order.
     """

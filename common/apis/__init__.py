@@ -5,7 +5,7 @@ headers by which a client says more, `errors` has the shape of each API's
 errors. Adding a route is one line in `routes`.
 """
 
-from common.apis.bodies import Ask, understand
+from common.apis.bodies import Ask, FirstId, held_key, understand
 from common.apis.errors import error_body, error_event
 from common.apis.hints import Hints, read_hints
 from common.apis.routes import Api, Family, Match, family_of, match
@@ -14,11 +14,13 @@ __all__ = [
     "Api",
     "Ask",
     "Family",
+    "FirstId",
     "Hints",
     "Match",
     "error_body",
     "error_event",
     "family_of",
+    "held_key",
     "match",
     "read_hints",
     "understand",

@@ -279,6 +279,10 @@ class Balancer:
             self._weights.arrived(now)
         if self._new:
             self._arrivals.add(1.0, now)
+        if request.owner or request.sticky:
+            bound = self._bound(request, exclude, now, rng)
+            if bound is not None:
+                return bound
         key = request.model or request.api
         if not exclude:
             plain = self._qualified.get(key)
@@ -297,6 +301,24 @@ class Balancer:
             self._qualified[key] = (serving, ids)
             return self._take(request, serving, ids, (), now, rng)
         return self._filtered(request, serving, exclude, now, rng)
+
+    def _bound(self, request: InferenceRequest, exclude: Iterable[str], now: float, rng: Random) -> Decision | None:
+        """The one candidate that a request is bound to; None when it is not, or no longer.
+
+        The owner of what it builds on is asked even while that drains, and nobody else ever is.
+        """
+        path = request.owner or request.warm
+        if len(path) <= len(self.parent) or path[: len(self.parent)] != self.parent:
+            return Shed("owner_gone") if request.owner else None
+        c = self.candidates.get(path[len(self.parent)])
+        if request.owner:
+            if c is None:
+                return Shed("owner_gone")
+            if c.endpoint.id in exclude or c.phase is Phase.LOADING or not c.breaker.ready(now):
+                return Shed("owner_unavailable", 1.0)
+        elif c is None or c.endpoint.id in exclude or not all(keep(request, [c], now) for keep in self.policy.filters):
+            return None
+        return self._take(request, [c], (c.endpoint.id,), (), now, rng)
 
     def _who_serves(self, key: str, request: InferenceRequest, now: float, rng: Random) -> list[Candidate]:
         """Those the first filter leaves, remembered until the pool changes; of many in random order."""

@@ -322,6 +322,7 @@ SPECIAL = {
     "listen": "127.0.0.1:1",
     "admin": "127.0.0.1:1",
     "id": "x-1",
+    "affinity.routes": "[{path: /v1/completions, mode: strict}]",
     "etcd.urls": "[http://a:1]",
     "auth.route_keys": "[one, two]",
     "cors.allowed_origins": "[https://a.example]",
@@ -364,10 +365,10 @@ def test_every_key_is_reached_by_its_variable(
         value = getattr(value, part)
     assert value != default
     expected: Any = TierConfig().model_dump()
-    section = expected
+    section, given = expected, read.model_dump()
     for part in path[:-1]:
-        section = section[part]
-    section[path[-1]] = value
+        section, given = section[part], given[part]
+    section[path[-1]] = given[path[-1]]
     assert read.model_dump() == expected  # and nothing else has changed
 
 
