@@ -14,6 +14,7 @@ from common.config import Auth, Etcd, Redis
 from common.errors import ConfigError, StoreUnavailable
 from common.route import RouteSigner
 from common.store.base import AffinityStore, MembershipStore
+from common.store.kept import KeptMembershipStore
 from common.store.memory import MemoryAffinityStore, MemoryMembershipStore
 
 log = structlog.get_logger()
@@ -36,21 +37,27 @@ def verify(etcd: Etcd, redis: Redis) -> None:
 
 
 async def membership_store(etcd: Etcd) -> MembershipStore:
-    """etcd, or this process's memory. Raises ConfigError when no etcd answers."""
+    """etcd, or this process's memory. Raises ConfigError when no etcd answers and no snapshot says what it held."""
     if not etcd.urls:
         return MemoryMembershipStore()
     from common.store.etcd import EtcdMembershipStore, EtcdTls  # noqa: PLC0415 - gRPC is not needed without it
 
-    store = EtcdMembershipStore(
+    store: MembershipStore = EtcdMembershipStore(
         etcd.urls,
         user=etcd.user,
         password=etcd.password,
         tls=EtcdTls(etcd.ca_file, etcd.cert_file, etcd.key_file),
         check_interval_s=etcd.ttl_s / 5.0,
     )
+    kept = None
+    if etcd.snapshot_file:
+        store = kept = KeptMembershipStore(store, etcd.snapshot_file)
     try:
         await store.ping(STORE_START_S)
     except StoreUnavailable as error:
+        if kept is not None and kept.age_s is not None:
+            log.warning("etcd_unavailable", reason=str(error), meanwhile=f"a snapshot {kept.age_s:.0f} s old")
+            return store
         await store.close()
         raise ConfigError(f"etcd.urls: no etcd answers at {', '.join(etcd.urls)}: {error}") from None
     return store

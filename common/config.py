@@ -176,6 +176,9 @@ class Etcd(Section):
     """Members of the etcd cluster; none: membership stays in this process."""
     ttl_s: Annotated[float, Field(ge=1.0, le=600.0)] = 5.0
     """How long this process is presented after it has died."""
+    snapshot_file: str = ""
+    """Where a tier keeps what etcd said last, for a start without etcd; none: it waits for etcd. It holds the key that
+    tiers sign with."""
     prefix: str = "/headwater"
     """Under which all keys are."""
     user: str = ""

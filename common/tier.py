@@ -31,6 +31,7 @@ from common.drain_api import drain_router
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.hung import HungPeers
 from common.local import local_app
+from common.lookout import Lookout
 from common.membership import Membership
 from common.policy.balancer import Policy
 from common.policy.candidate import Limits
@@ -140,6 +141,7 @@ class TierProcess:
             ttl_s=config.etcd.ttl_s,
             root=config.etcd.prefix,
             answers=self.balancing.answers,
+            adopts=bool(config.etcd.urls),
         )
         try:
             await self._listen(prepare)
@@ -201,6 +203,8 @@ class TierProcess:
         self._spawn(self._keys.follow(self.signer), "route keys")
         self._spawn(self._certificates.watch(), "certificates")
         self._spawn(self.quotes.run(), "quotes")
+        if config.etcd.urls:
+            self._spawn(Lookout(self.membership, lambda: self._certificates.instances).run(), "lookout")
         self._spawn(self._measure_round_trips(), "round trips")
         # The first request must not meet a process that has not heard yet what there is.
         await self.until(bool, backing.STORE_START_S)
