@@ -111,10 +111,19 @@ class RouteKeys:
         if self._configured:
             return
         async for snapshot in self._store.watch(self._name):
+            if self._name not in snapshot.values and not snapshot.stale:
+                await self._put_back(signer)  # or whoever starts next makes another one, which nobody believes yet
+                continue
             keys = keys_in(snapshot.values.get(self._name, b""))
             if keys and keys != signer.keys:
                 signer.keys = keys
                 log.info("route_keys_changed", keys=len(keys))
+
+    async def _put_back(self, signer: RouteSigner) -> None:
+        try:
+            await self._store.put_if_absent(self._name, b",".join(signer.keys))
+        except StoreUnavailable as error:
+            log.warning("route_keys_not_put_back", reason=str(error))
 
 
 def keys_in(value: bytes) -> tuple[bytes, ...]:

@@ -26,7 +26,7 @@ MODELS: Final = "/v1/models"
 class Lookout:
     """Tells membership which of those it keeps do not answer."""
 
-    def __init__(self, membership: Membership, tls: Callable[[], SSLContext | None]) -> None:
+    def __init__(self, membership: Membership, tls: Callable[[], SSLContext]) -> None:
         self._membership = membership
         self._tls = tls
         self._misses: dict[str, int] = {}
@@ -42,7 +42,7 @@ class Lookout:
 
     async def _look(self, orphans: dict[str, Endpoint]) -> None:
         some = asyncio.Semaphore(AT_ONCE)
-        async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=self._tls() or True) as client:
+        async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=self._tls()) as client:
 
             async def one(key: str, endpoint: Endpoint) -> None:
                 async with some:
