@@ -77,7 +77,7 @@ class Balancing:
         for balancer in self.balancers.values():
             if len(balancer.parent) == 2:
                 for candidate in balancer.candidates.values():
-                    for model in candidate.endpoint.models:
+                    for model in candidate.endpoint.offers:
                         self._models[model] = now
         if len(self._models) > MODELS_REMEMBERED:
             oldest = sorted(self._models, key=lambda m: self._models[m])
@@ -203,7 +203,7 @@ class Balancing:
             if len(path) == 2:
                 for candidate in balancer.candidates.values():
                     if candidate.phase is Phase.SERVING:
-                        found |= candidate.endpoint.models
+                        found |= candidate.endpoint.offers
         return frozenset(found)
 
     @property

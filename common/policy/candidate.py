@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
 from common.policy.ewma import DecayingSum, Ewma
 from common.policy.health import Breaker
@@ -18,6 +19,9 @@ from common.policy.prefix import PREFIX_BLOCK_TOKENS, Mirror
 from common.policy.server import Server, Sums
 from common.policy.speed import SpeedEstimate
 from common.types import Endpoint, InferenceRequest, LoadReport, Path
+
+if TYPE_CHECKING:
+    from common.policy.placement import Needs
 
 QUOTE_STALE_S = 5.0  # an older quote is not believed: it herds more than it helps
 SENT_KEPT = 4096  # picks remembered for replay on the next quote; a quote comes several times a second
@@ -45,9 +49,10 @@ class Limits:
 class PoolFacts:
     """What is true of a whole pool, so that a decision need not look at each endpoint for it."""
 
-    __slots__ = ("alike", "measured", "priced", "weighted")
+    __slots__ = ("alike", "measured", "needs", "priced", "weighted")
 
-    def __init__(self) -> None:
+    def __init__(self, needs: Needs | None = None) -> None:
+        self.needs = needs  # what requests need, where there are rules
         self.weighted = False  # weights are configured: they and not capability are what traffic is shared by
         self.alike = False  # all instances are about as fast as each other
         self.measured = False  # a round trip to one of them is known
@@ -200,9 +205,12 @@ class Candidate:
         if self.quotes_nothing and not blind:
             return (inf, self.server, UNFIT, uncached)
         servers = self.own if blind or self.depth == 2 or not self.quoted else self.quoted
+        need = self.pool.needs.of(request) if self.pool.needs is not None else None
         best: tuple[float, Server, Terms, float] | None = None
         for s in servers:
             if s.models and request.model and request.model not in s.models:
+                continue
+            if need is not None and not need.takes_class(s.gpu):
                 continue
             t = marginal_cost(s, uncached, request.input_tokens, request.output_tokens)
             cost = t.total
@@ -211,9 +219,14 @@ class Candidate:
         return best or (inf, servers[0], UNFIT, uncached)
 
     def offers(self, request: InferenceRequest) -> bool:
-        """Whether a server below it, as last quoted, has the model; a quote leaves out what takes no work."""
+        """Whether a server below it, as last quoted, may serve it; a quote leaves out what takes no work."""
         servers = () if self.quotes_nothing else self.quoted or self.own
-        return any(not s.models or not request.model or request.model in s.models for s in servers)
+        need = self.pool.needs.of(request) if self.pool.needs is not None else None
+        return any(
+            (not s.models or not request.model or request.model in s.models)
+            and (need is None or need.takes_class(s.gpu))
+            for s in servers
+        )
 
     def price_usd(self, request: InferenceRequest, now: float) -> float:
         """Dollars of GPU time this request takes there when the server is as busy as it should be."""
