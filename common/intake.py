@@ -115,6 +115,7 @@ class Intake:
             ask.session,
             deadline_s=hints.deadline_s,
             slo=hints.slo,
+            operation=api.operation,
         )
         placement = await self._affinity.lookup(ask.session) if ask.session else None
         if placement is None:

@@ -391,6 +391,8 @@ class Serving:
             return Saturated("all instances that serve this model are at their limit", retry_after_s=shed.retry_after_s)
         if shed.reason == "too_large":
             return BadRequest("the prompt is larger than any instance of this model can hold", param="messages")
+        if shed.reason == "no_placement":
+            return NoEndpoints("no instance has what the rules of placement ask for this request")
         return NoEndpoints(
             f"no instance of the model `{c.request.model[:200]}` is available", retry_after_s=shed.retry_after_s
         )

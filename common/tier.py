@@ -31,6 +31,7 @@ from common.local import local_app
 from common.membership import Membership
 from common.policy.balancer import Policy
 from common.policy.candidate import Limits
+from common.policy.placement import placed
 from common.policy.stages import POLICIES, policy_named
 from common.quotes import Quotes
 from common.relay.asgi import AsgiApp, answer_with
@@ -96,6 +97,7 @@ class TierProcess:
         self._keys = backing.RouteKeys(config.auth, config.etcd, store)
         self.signer = await self._keys.signer()
         self.id = config.id or self._default_id()
+        self._needs = config.placement.needs()
         limits = Limits(config.upstream.max_in_flight, config.health.eject_after, config.health.cooldown_s)
         self.balancing = Balancing(self.id, self._serves, self._policy, limits, self._rng)
         self._affinity_store = backing.affinity_store(config.redis)
@@ -202,8 +204,9 @@ class TierProcess:
         return f"{where}-{gethostname().split('.')[0]}-{_split(self.config.listen)[1] or secrets.token_hex(3)}"
 
     def _policy(self, path: Path) -> Policy:
-        policy = self.config.policy
-        return policy_named(policy.name, policy.price_weight_s_per_usd, Tier.of(path))
+        policy, placement = self.config.policy, self.config.placement
+        named = policy_named(policy.name, policy.price_weight_s_per_usd, Tier.of(path))
+        return placed(named, self._needs, placement.adapter_load_s)
 
     async def _start_admin(self) -> None:
         host, port = _split(self.config.admin)

@@ -31,7 +31,7 @@ def page() -> str:
         HEAD,
         "## Every tier (`headwater global`, `region`, `instance`, `up`)\n",
         *_tables(TierConfig),
-        "### `placement.rules`: each rule; [placement.md](placement.md) has examples\n",
+        "### `placement.rules`: each rule; [models.md](models.md) has examples\n",
         _table("placement.rules[].", list(PlacementRule.model_fields.items())),
         "## Where a tier stands\n\n`region` is needed by `headwater region` and `instance`, `cluster` by `instance`.\n",
         _table("", region),

@@ -119,7 +119,7 @@ class App:
 
     def _metrics(self, request: Request, connection: Connection) -> None:
         self.engine.advance()
-        page = self.engine.metrics.render(self.engine.model, self.engine.config.model)
+        page = self.engine.metrics.render(self.engine.model, self.engine.config.model, self.engine.started_wall_s)
         connection.respond(200, page, metrics.CONTENT_TYPE, self.engine.headers)
 
     def _models(self, request: Request, connection: Connection) -> None:

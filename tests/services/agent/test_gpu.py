@@ -254,6 +254,20 @@ def test_a_call_that_hangs_costs_figures_and_nobody_waits(stub: Stub, sampler: G
     shown(sampler, lambda d: stub.inits == 2)  # a session that hung is not trusted
 
 
+def test_a_host_without_gpus_is_not_taken_for_one_that_hangs(stub: Stub) -> None:
+    """Where nothing is found the next look is late: later than a figure of a GPU may be old."""
+    stub.count_code = 18
+    sampler = GpuSampler(interval_s=0.8, stale_s=0.4, retry_s=1.5)
+    with capture_logs() as logs:
+        sampler.start()
+        ends = clock.now() + 1.4
+        while clock.now() < ends:
+            assert sampler.devices(clock.now()) == ()
+            time.sleep(0.05)
+        sampler.close()
+    assert [log["event"] for log in logs] == ["gpu_telemetry"]
+
+
 def test_closing_does_not_wait_for_a_call_that_hangs(stub: Stub, sampler: GpuSampler) -> None:
     shown(sampler, len)
     stub.blocked = 1
