@@ -32,6 +32,7 @@ from typing import Any
 
 import httpx
 import psutil
+from rich.console import Console
 
 from services.demo.processes import Ports, etcd_binary, headwater, write_config
 
@@ -61,9 +62,8 @@ class Stand:
     def run(self, *argv: object, core: int = 0) -> None:
         """Start one of its processes; those on core 1 are not part of what is measured."""
         log = (self.directory / f"{len(self.processes)}.log").open("ab")
-        process = subprocess.Popen(
-            ["taskset", "-c", str(core), *map(str, argv)], stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
+        pinned = (shutil.which("taskset"), "-c", core, *argv)
+        process = subprocess.Popen([*map(str, pinned)], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         log.close()
         self.processes.append(process)
         if not core:
@@ -129,13 +129,15 @@ def sglang_router(python: str) -> Callable[[Stand], None]:
     return start
 
 
-def one_process(count: int = SERVERS, **settings: object) -> Callable[[Stand], None]:
+def one_process(count: int = SERVERS, settings: dict[str, object] | None = None) -> Callable[[Stand], None]:
     """`headwater up`: all three tiers collapsed in one process."""
 
     def start(stand: Stand) -> None:
-        values = {
-            **{"listen": f"127.0.0.1:{stand.port}", "admin": f"127.0.0.1:{stand.ports.take()}"},
-            **{"instances": [{"url": url} for url in stand.servers[:count]], **settings},
+        values: dict[str, object] = {
+            "listen": f"127.0.0.1:{stand.port}",
+            "admin": f"127.0.0.1:{stand.ports.take()}",
+            "instances": [{"url": url} for url in stand.servers[:count]],
+            **(settings or {}),
         }
         stand.run(*headwater("up", "--config", str(write_config(stand.directory / "up.yaml", values))))
 
@@ -167,16 +169,21 @@ def three_tiers(stand: Stand) -> None:
         ("global", {}),
     ):
         port = stand.port if tier == "global" else stand.ports.take()
-        values = {**shared, **where, "listen": f"127.0.0.1:{port}", "admin": f"127.0.0.1:{stand.ports.take()}"}
+        values: dict[str, object] = {
+            **shared,
+            **where,
+            "listen": f"127.0.0.1:{port}",
+            "admin": f"127.0.0.1:{stand.ports.take()}",
+        }
         stand.run(*headwater(tier, "--config", str(write_config(d / f"{tier}.yaml", values))))
 
 
 OURS = "headwater"
-QUIET = {"log": {"access": False}, "tracing": {"sample_ratio": 0.0, "recent": 0}}
+QUIET: dict[str, object] = {"log": {"access": False}, "tracing": {"sample_ratio": 0.0, "recent": 0}}
 HEADWATER: dict[str, Callable[[Stand], None]] = {
     OURS: one_process(),
     "headwater, two servers": one_process(2),
-    "headwater, no log or traces": one_process(**QUIET),
+    "headwater, no log or traces": one_process(settings=QUIET),
     "headwater, three tiers in a row": three_tiers,
 }
 
@@ -374,13 +381,10 @@ def main() -> None:
             parser.error(f"unknown: {', '.join(sorted(unknown))} (there are {', '.join(contestants)})")
         contestants = {n: c for n, c in contestants.items() if n in {"direct", "nginx", OURS, *options.only}}
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    figures = run(contestants, options.rounds, say)
+    figures = run(contestants, options.rounds, Console(stderr=True).print)
     if options.json:
         options.json.write_text(json.dumps(figures))
-    print(report(figures))
+    sys.stdout.write(report(figures) + "\n")
 
 
 if __name__ == "__main__":
