@@ -13,6 +13,7 @@ from dataclasses import replace
 from common import apis
 from common.affinity import Affinity
 from common.balancing import Balancing
+from common.config import Clients, Residency
 from common.errors import BadRequest, Draining, ModelNotFound, NoEndpoints, StoreUnavailable
 from common.policy.input_length import InputLength
 from common.policy.output_length import OutputLength
@@ -22,6 +23,7 @@ from common.relay.coding import decoded
 from common.relay.exchange import Exchange
 from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
 from common.types import InferenceRequest, Path
+from common.whereabouts import Whereabouts
 
 DECODED_HERE_BYTES = 65_536  # compressed bodies above this are decoded by a thread
 UNDERSTOOD_HERE_BYTES = 262_144  # and bodies above this are read by one: about half a millisecond's work
@@ -39,6 +41,7 @@ class Intake:
         *,
         verified_peers: bool = False,
     ) -> None:
+        self.whereabouts = Whereabouts(Clients(), Residency(), "")
         self.leaving = False  # peers are told to go elsewhere
         self.inputs = InputLength()
         self._balancing = balancing
@@ -118,6 +121,10 @@ class Intake:
             slo=hints.slo,
             operation=api.operation,
         )
+        location = self.whereabouts.location(exchange.client.peername, exchange.headers)
+        only, never = self.whereabouts.regions(request.tenant, location, exchange.headers)
+        if location or only or never:
+            request = replace(request, location=location, only=only, never=never)
         if ask.held and (owner := await self._owner(ask.held)):
             return replace(request, owner=owner)
         mode, _ = self._affinity.sticks(exchange.path, model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from common import answers, apis, clock, orca, tracecontext
@@ -19,6 +19,7 @@ from common.balancing import Balancing
 from common.errors import (
     BadRequest,
     ConnectFailed,
+    DeadlineExceeded,
     FirstByteTimeout,
     LBError,
     Loading,
@@ -388,7 +389,11 @@ class Serving:
 
     def _request_headers(self, c: _Carried, route: Route) -> bytes:
         if route.peer:
-            told = RouteHeader(c.request, route.target, c.record.executions, c.visited)
+            request = c.request
+            if request.deadline_s is not None:  # what is left of it
+                waited_s = clock.now() - c.exchange.started_at
+                request = replace(request, deadline_s=max(0.0, request.deadline_s - waited_s))
+            told = RouteHeader(request, route.target, c.record.executions, c.visited)
             return b"%b: %b\r\n" % (HEADER, self.signer.sign(told))
         if route.endpoint.engine in orca.ENGINES and heads.find(c.exchange.headers, orca.REQUEST[0]) is None:
             return self._via + ORCA_REQUEST
@@ -474,19 +479,28 @@ class Serving:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def _shed(self, c: _Carried, shed: Shed) -> LBError:
-        if shed.reason == "saturated":
-            return Saturated("all instances that serve this model are at their limit", retry_after_s=shed.retry_after_s)
-        if shed.reason in ("owner_gone", "owner_unavailable"):
-            return Unowned("/".join(c.request.owner), gone=shed.reason == "owner_gone")
-        if shed.reason == "loading":
-            return Loading(f"the model `{c.request.model[:200]}` is being loaded", retry_after_s=shed.retry_after_s)
-        if shed.reason == "too_large":
-            return BadRequest("the prompt is larger than any instance of this model can hold", param="messages")
-        if shed.reason == "no_placement":
-            return NoEndpoints("no instance has what the rules of placement ask for this request")
-        return NoEndpoints(
-            f"no instance of the model `{c.request.model[:200]}` is available", retry_after_s=shed.retry_after_s
-        )
+        model = c.request.model[:200]
+        refused: LBError
+        match shed.reason:
+            case "saturated":
+                words = "all instances that serve this model are at their limit"
+                refused = Saturated(words, retry_after_s=shed.retry_after_s)
+            case "loading":
+                refused = Loading(f"the model `{model}` is being loaded", retry_after_s=shed.retry_after_s)
+            case "owner_gone" | "owner_unavailable":
+                refused = Unowned("/".join(c.request.owner), gone=shed.reason == "owner_gone")
+            case "too_large":
+                refused = BadRequest("the prompt is larger than any instance of this model can hold", param="messages")
+            case "deadline_exceeded":
+                refused = DeadlineExceeded("no server is predicted to be done with it before its deadline")
+            case "residency":
+                refused = NoEndpoints("no region that the rules of residency allow for this request serves it now")
+            case "no_placement":
+                refused = NoEndpoints("no instance has what the rules of placement ask for this request")
+            case _:
+                words = f"no instance of the model `{model}` is available"
+                refused = NoEndpoints(words, retry_after_s=shed.retry_after_s)
+        return refused
 
     def _note_stages(self, c: _Carried, route: Route) -> None:
         now = clock.now()

@@ -38,6 +38,7 @@ from common.membership import Membership
 from common.policy.balancer import Policy
 from common.policy.candidate import Limits
 from common.policy.placement import placed
+from common.policy.regions import regional
 from common.policy.stages import POLICIES, policy_named
 from common.policy.waiting import Bounds
 from common.quotes import Quotes
@@ -53,6 +54,7 @@ from common.spans import OtlpExport
 from common.store.base import MembershipStore
 from common.telemetry import Telemetry
 from common.types import Path, Peer, Pool, Tier
+from common.whereabouts import Whereabouts
 
 log = structlog.get_logger()
 
@@ -68,6 +70,8 @@ LIVE = frozenset(  # what may change while a tier runs; the rest is an address, 
         "drain",
         "policy",
         "affinity",
+        "residency",
+        "clients",
         "cors",
         "streaming",
         "forward",
@@ -199,6 +203,7 @@ class TierProcess:
         self.relay.delay_of = self._delay_of
         self.relay.tls_of = self._tls_of
         self.serving.relay = self.relay
+        self._place_clients()
         self._hung = HungPeers(self.relay)
 
     async def _listen(self, prepare: Callable[[], Awaitable[None]] | None) -> None:
@@ -242,7 +247,12 @@ class TierProcess:
     def _policy(self, path: Path) -> Policy:
         policy, placement = self.config.policy, self.config.placement
         named = policy_named(policy.name, policy.price_weight_s_per_usd, Tier.of(path))
-        return placed(named, self._needs, placement.adapter_load_s)
+        found = placed(named, self._needs, placement.adapter_load_s)
+        return regional(found, policy.terms(), policy.price_weight_s_per_usd) if not path else found
+
+    def _place_clients(self) -> None:
+        home = self.node[0] if self.node else ""
+        self.serving.intake.whereabouts = Whereabouts(self.config.clients, self.config.residency, home)
 
     def _limits(self) -> Limits:
         config = self.config
@@ -255,6 +265,7 @@ class TierProcess:
             self.balancing.reconfigure(self._policy, self._limits())
         self.relay.reconfigure(config.limits, config.upstream, half_close=config.upstream.half_close)
         self.serving.affinity.rules = config.affinity
+        self._place_clients()
         self.serving.reconfigure(
             attempts=config.retry.attempts,
             budget_ratio=config.retry.budget_ratio,

@@ -17,7 +17,7 @@ from statistics import median
 
 from common.policy.candidate import FULL_S, NOTHING, Candidate, Full, Limits, PoolFacts
 from common.policy.ewma import DecayingSum
-from common.policy.filters import Filter, serves_model
+from common.policy.filters import Filter, residency, serves_model
 from common.policy.health import State
 from common.policy.pickers import Picker
 from common.policy.placement import ADAPTER_LOAD_S, Needs, adapters, having_loaded
@@ -76,6 +76,8 @@ class Policy:
     learns: bool = False  # goes by speeds that are learned: an instance that never gets a request stays unknown
     in_seconds: bool = False  # totals are seconds, so that preferences can be added to them
     needs: Needs | None = None  # see `placement.placed`
+    compares: bool = False  # a filter after the first compares endpoints with each other,
+    bounds: bool = False  # or has bounds of its own for each: then all filters are asked each time
     adapter_load_s: float = ADAPTER_LOAD_S
 
 
@@ -152,6 +154,7 @@ class Balancer:
         self._off_by: dict[frozenset[str], deque[float]] = {}  # models -> logs of how far off the priors were of late
         self._taught = 0  # samples of all classes
         self._unknown: set[str] = set()  # instances whose speed few answers have told of yet
+        self._looks = False  # every filter is asked for every request
         self._held: dict[int, _Held] = {}
         self._next = 0
         self._turn = 0
@@ -222,6 +225,7 @@ class Balancer:
             del self._classes[gone]
         for models in self._off_by.keys() - {models for _, models in alive}:
             del self._off_by[models]
+        self._looks = self.policy.bounds or (self.policy.compares and len(candidates) > 1)
         self._pool.weighted = any(c.endpoint.weight != 1.0 for c in candidates)
         self._loads = any(c.endpoint.loadable for c in candidates)
         self._scorers = self.policy.scorers
@@ -313,7 +317,8 @@ class Balancer:
         key: Key = request.model or request.api
         if self._needs is not None:
             key = self._needs.key(request)
-        if not exclude:
+        looks = self._looks or request.deadline_s is not None or bool(request.only) or bool(request.never)
+        if not exclude and not looks:
             plain = self._qualified.get(key)
             if plain is not None:
                 return self._take(request, plain[0], plain[1], (), now, rng)
@@ -325,7 +330,7 @@ class Balancer:
         if len(serving) > COMPARED:
             decision = self._filtered(request, self._some(request, serving, now, rng), exclude, now, rng)
             return decision if isinstance(decision, Pick) else self._filtered(request, serving, exclude, now, rng)
-        if not exclude and not self._new and all(_plain(c, now) for c in serving):
+        if not exclude and not looks and not self._new and all(_plain(c, now) for c in serving):
             ids = tuple(c.endpoint.id for c in serving)
             self._qualified[key] = (serving, ids)
             return self._take(request, serving, ids, (), now, rng)
@@ -351,6 +356,8 @@ class Balancer:
                 return Shed("owner_gone")
             if c.endpoint.id in exclude or c.phase is Phase.LOADING or not c.breaker.ready(now):
                 return Shed("owner_unavailable", 1.0)
+            if not residency(request, [c], now):
+                return Shed("residency")
         elif c is None or c.endpoint.id in exclude or not all(keep(request, [c], now) for keep in self.policy.filters):
             return None
         return self._take(request, [c], (c.endpoint.id,), (), now, rng)
@@ -529,7 +536,7 @@ class Balancer:
         self._turn += 1
         c.last_turn = self._turn
         c.in_flight += 1
-        if self._new and c.endpoint.id in self._new:
+        if self._looks or (self._new and c.endpoint.id in self._new):
             c.recent.add(1.0, now)
         if c.in_flight >= c.max_in_flight:
             self._qualified.clear()
@@ -581,7 +588,11 @@ class Balancer:
         held.mark = (s.decoding_s, s.context_s, s.read_tokens, now)
 
     def _shed(self, by: str, candidates: Sequence[Candidate], removed: tuple[Removed, ...], now: float) -> Shed:
-        if by == "has_capacity":
+        if by == "residency":
+            return Shed("residency", None, removed)
+        if by == "in_time":
+            return Shed("deadline_exceeded", None, removed)
+        if by in ("has_capacity", "below_limit"):
             wait = min((c.busy_until - now for c in candidates), default=0.0)
             return Shed("saturated", max(wait, self.limits.busy_s), removed)
         if by == "not_loading":

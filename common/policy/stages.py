@@ -21,6 +21,7 @@ QUALIFIES = (
     filters.not_loading,
     filters.not_ejected,
     filters.has_capacity,
+    filters.in_time,
 )
 
 lowest, near = pickers.lowest_cost, pickers.near_lowest_cost
