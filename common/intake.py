@@ -80,6 +80,8 @@ class Intake:
         record.executions = told.attempts
         if len(told.visited) >= MAX_HOPS:
             raise NoEndpoints("the request has passed too many tiers")
+        if told.visited.count(self._balancing.process_id) > 1:
+            raise NoEndpoints("the request has been here before")  # once is honest: it came in here, and down again
         if self.leaving:
             raise Draining("this balancer is leaving")
         return told
