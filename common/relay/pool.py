@@ -22,8 +22,6 @@ from common.relay.upstream import UpstreamConnection
 
 IDLE_PER_ENDPOINT = 256  # idle connections kept to one address
 AHEAD_BYTES = 1 << 19  # of an answer that the kernel takes ahead of its client; unbounded it would be some megabytes
-    1 << 19
-)  # of an answer that the kernel takes ahead of a client that does not read; its own bound is megabytes
 NOT_THE_SERVERS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 
 
