@@ -249,7 +249,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._started = True
             if answer.relayed:
                 sending.first_byte()
-        if not answer.relayed or (self._whole and answer.status >= 400):
+        if not answer.relayed or answer.status >= 400:
             self._collect(answer, body)
             if not answer.relayed:
                 return
