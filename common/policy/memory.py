@@ -27,9 +27,10 @@ class OutOfMemory:
         self._sizes[instance] = (min(known, size) if now - at < SIZE_MEMORY_S else size, now)
         times, at = self._requests.pop(fingerprint, (0, now))
         self._requests[fingerprint] = (times + 1 if now - at < QUARANTINE_S else 1, now)
-        for kept in (self._sizes, self._requests):
-            if len(kept) > MOST:
-                del kept[next(iter(kept))]
+        if len(self._sizes) > MOST:
+            del self._sizes[next(iter(self._sizes))]
+        if len(self._requests) > MOST:
+            del self._requests[next(iter(self._requests))]
 
     def too_small(self, size: float, now: float) -> frozenset[Path]:
         """Instances that could not hold a request of that size, or of less."""
