@@ -169,9 +169,15 @@ class PolicySection(Section):
     """How a stage chooses."""
 
     name: str = "predicted_completion"
-    """How every stage chooses: predicted_completion, round_robin or least_connections."""
+    """How every stage chooses: predicted_completion, or one to compare it with (earliest_completion, least_work_left,
+    round_robin, weighted_round_robin, least_connections, weighted_least_connections, weighted_response_time,
+    least_load, power_of_two, hash, prefix_affinity)."""
     price_weight_s_per_usd: Annotated[float, Field(ge=0.0)] = 1e4
     """Seconds that a dollar weighs; a typical request costs about 1e-4 $, so that its price weighs about a second."""
+    slo_ttft_s: Seconds | None = None
+    """Service level of requests that name none (`x-slo-ttft-ms`), seconds to the first token; empty: none."""
+    slo_tpot_s: Seconds | None = None
+    """And seconds for each token after it (`x-slo-tpot-ms`). A predicted miss weighs 20 s in the cost."""
     share_cap: Annotated[float, Field(ge=0.0, le=100.0)] = 1.3
     """A region more than half full gets at most so many times its share of all regions' speed; 0: no cap."""
     regions: Annotated[Mapping[Name, RegionTerms], Field(max_length=256)] = {}

@@ -22,7 +22,7 @@ from common.relay import heads
 from common.relay.coding import decoded
 from common.relay.exchange import Exchange
 from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
-from common.types import InferenceRequest, Path
+from common.types import NO_SLO, InferenceRequest, Path, Slo
 from common.whereabouts import Whereabouts
 
 DECODED_HERE_BYTES = 65_536  # compressed bodies above this are decoded by a thread
@@ -39,6 +39,7 @@ class Intake:
         signer: RouteSigner,
         lengths: OutputLength,
         *,
+        slo: Slo = NO_SLO,
         verified_peers: bool = False,
     ) -> None:
         self.whereabouts = Whereabouts(Clients(), Residency(), "")
@@ -48,6 +49,7 @@ class Intake:
         self._affinity = affinity
         self._signer = signer
         self._lengths = lengths
+        self.slo = slo  # of requests that name none
         self._verified_peers = verified_peers  # a peer has to show a certificate as well
         # Says in `Via` that a request went from this system to a server; nobody without the key can say so.
         self.pseudonym = b"headwater-" + hashlib.sha256(b"via" + signer.keys[0]).hexdigest()[:12].encode()
@@ -120,7 +122,7 @@ class Intake:
             ask.prefix_hashes,
             ask.session,
             deadline_s=hints.deadline_s,
-            slo=hints.slo,
+            slo=self.slo if hints.slo == NO_SLO else hints.slo,
             operation=api.operation,
         )
         location = self.whereabouts.location(exchange.client.peername, exchange.headers)

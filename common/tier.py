@@ -53,7 +53,7 @@ from common.serving import Serving
 from common.spans import OtlpExport
 from common.store.base import MembershipStore
 from common.telemetry import Telemetry
-from common.types import Path, Peer, Pool, Tier
+from common.types import Path, Peer, Pool, Slo, Tier
 from common.whereabouts import Whereabouts
 
 log = structlog.get_logger()
@@ -191,6 +191,7 @@ class TierProcess:
             budget_ratio=config.retry.budget_ratio,
             sample_ratio=config.tracing.sample_ratio,
             rng=self._rng,
+            slo=Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s),
             queue=Bounds(config.queue.max_requests, config.queue.max_tokens, config.queue.timeout_s),
             allowed_origins=config.cors.allowed_origins,
             dropped_headers=_header_names(config.forward.drop_headers),
@@ -265,6 +266,7 @@ class TierProcess:
             self.balancing.reconfigure(self._policy, self._limits())
         self.relay.reconfigure(config.limits, config.upstream, half_close=config.upstream.half_close)
         self.serving.affinity.rules = config.affinity
+        self.serving.intake.slo = Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s)
         self._place_clients()
         self.serving.reconfigure(
             attempts=config.retry.attempts,
