@@ -237,8 +237,7 @@ class Serving:
             route = await self._next(c)
             if isinstance(route, Shed):
                 nothing_left = self._shed(c, route)
-                if failure is None or isinstance(nothing_left, Unowned):
-                    failure = nothing_left
+                failure = failure or nothing_left
                 failure.elsewhere = nothing_left.elsewhere  # what failed here may be tried on by the tier above
                 break
             self._note_stages(c, route)
@@ -268,9 +267,7 @@ class Serving:
             moves = heads.find(refusal.headers, REJECTED) is not None or c.meaning in ELSEWHERE
             self.replies.refusal(c.exchange, c.api, c.record, refusal, final=not moves)
             return
-        if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
-            raise NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
-        raise failure or NoEndpoints()
+        raise _at_last(c, failure)
 
     async def _next(self, c: _Carried) -> Route | Shed:
         """Where it may go now. Where all that could take it are full, it waits for its turn in the tier it entered."""
@@ -558,6 +555,15 @@ def _is_read(route: Route, status: int, headers: heads.Headers) -> bool:
     if status in OVERLOAD:
         return True
     return answers.may_move(route.endpoint.engine, status) and _int(heads.find(headers, b"content-length")) <= MOST_READ
+
+
+def _at_last(c: _Carried, failure: LBError | None) -> LBError:
+    """What a client is told when nothing more is tried."""
+    if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
+        if c.request.owner:
+            return Unowned("/".join(c.request.owner), gone=False)
+        return NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
+    return failure or NoEndpoints()
 
 
 def _int(value: bytes | None) -> int:
