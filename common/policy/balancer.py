@@ -476,7 +476,7 @@ class Balancer:
             return self._unfit(request, candidates)
         if len(candidates) > 1:
             chosen = candidates[self.policy.picker(candidates, totals, rng)]
-            if self._unknown and self._turn % TRIAL_EVERY == TRIAL_EVERY - 1:
+            if self._unknown and not request.warm and self._turn % TRIAL_EVERY == TRIAL_EVERY - 1:
                 chosen = self._on_trial(candidates, totals) or chosen
         terms, reservation = self._reserve(chosen, request, now)
         if terms is UNFIT and len(candidates) == 1:
@@ -499,7 +499,8 @@ class Balancer:
         return candidates, tuple(c.endpoint.id for c in candidates)
 
     def _on_trial(self, candidates: Sequence[Candidate], totals: Sequence[float]) -> Candidate | None:
-        """The cheapest idle instance whose speed is hardly known, unless it is predicted to be far too dear.
+        """The cheapest idle instance whose speed is hardly known, unless it is predicted to be far too dear. No session is
+        moved for that.
 
         A prior that is too slow would else never be put right: what gets no requests teaches nothing.
         """
