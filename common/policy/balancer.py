@@ -499,8 +499,9 @@ class Balancer:
         return candidates, tuple(c.endpoint.id for c in candidates)
 
     def _on_trial(self, candidates: Sequence[Candidate], totals: Sequence[float]) -> Candidate | None:
-        """The cheapest idle instance whose speed is hardly known, unless it is predicted to be far too dear. No session is
-        moved for that.
+        """The cheapest idle instance whose speed is hardly known, unless it is predicted to be far too dear.
+
+        No session is moved for that.
 
         A prior that is too slow would else never be put right: what gets no requests teaches nothing.
         """
