@@ -58,6 +58,7 @@ lock:  # needs uv
 
 proto: $(STAMP)
 	cd common/proto && ../../$(BIN)/python -m grpc_tools.protoc -I../.. --python_out=../.. --pyi_out=../.. --grpc_python_out=../.. ../../common/proto/load.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. services/instance_lb/picker/proto/*.proto
 
 docs: $(STAMP)
 	$(BIN)/python -m services.cli.reference > docs/configuration.md
