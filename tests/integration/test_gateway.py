@@ -40,7 +40,7 @@ from tests.fake_engine import MODEL, FakeEngine, Script
 from tests.integration.clients import Raw, ask, body_of, chat, events, get
 from tests.integration.relay.cases import PATH, is_error, streamed
 from tests.integration.system import CLUSTER, Tiers, tiers
-from tests.proxies import Envoy
+from tests.proxies import Gateway as GatewayEnvoy
 from tests.servers import eventually
 
 MODES = [
@@ -77,12 +77,11 @@ async def picking(*engines: FakeEngine, **settings: Any) -> AsyncIterator[tuple[
 async def gateway(*engines: FakeEngine, modes: tuple[str, str] = MODES[0], **settings: Any) -> AsyncIterator[Gateway]:
     async with picking(*engines, **settings) as (world, picker):
         changes = {
-            "port_value: 8000": "port_value: PORT",
             "port_value: 9002": f"port_value: {picker.port}",
             "request_body_mode: FULL_DUPLEX_STREAMED": f"request_body_mode: {modes[0]}",
             "response_body_mode: STREAMED #": f"response_body_mode: {modes[1]} #",
         }
-        async with Envoy("gateway.yaml", changes) as envoy:
+        async with GatewayEnvoy(changes) as envoy:
             yield Gateway(envoy.url, world, picker)
 
 
