@@ -156,9 +156,22 @@ async def test_what_needs_no_server_is_answered_at_once() -> None:
         assert (await g.last())["ending"] == "refused_here"
 
 
+async def test_where_nobody_has_room_a_request_waits_for_its_server() -> None:
+    engine = FakeEngine("a", Script.stream(*"abcd", gap_s=0.3))
+    async with gateway(engine, upstream={"max_in_flight": 1}) as g, await Raw.connect(g.url) as raw:
+        raw.send(streamed())
+        await raw.until(b"data:")
+        engine.script = Script.whole()
+        waited = asyncio.ensure_future(ask(g.url, PATH, chat(MODEL)))
+        await raw.until(b"[DONE]")
+        assert (await waited).status == 200
+        assert [s.ended for s in engine.seen] == ["complete", "complete"]
+
+
 async def test_a_full_cluster_says_so_and_a_server_that_fails_is_ejected() -> None:
     engine = FakeEngine("a", Script.stream("a", "b", gap_s=30.0))
-    async with gateway(engine, upstream={"max_in_flight": 1}, health={"eject_after": 2}) as g:
+    settings = {"upstream": {"max_in_flight": 1}, "health": {"eject_after": 2}, "queue": {"max_requests": 0}}
+    async with gateway(engine, **settings) as g:
         async with await Raw.connect(g.url) as raw:
             raw.send(streamed())
             await raw.until(b"data:")
