@@ -352,7 +352,8 @@ class TierProcess:
         began = clock.now()
         log.info("draining", id=self.id, in_flight=len([c for c in self.relay.connections if c.current]))
         self.relay.listener.last_call()
-        revoked = asyncio.ensure_future(self.membership.close())
+        # Of itself only: servers that this process knows of as well are still there for what comes meanwhile.
+        revoked = asyncio.ensure_future(self.membership.deregister(self.node, self.id))
         await self.relay.listener.quiet(min(drain.notice_s, drain.grace_s))
         await revoked
         await self._close(max(0.0, drain.grace_s - (clock.now() - began)))
@@ -368,6 +369,7 @@ class TierProcess:
     async def _close(self, grace_s: float) -> None:
         await asyncio.gather(self.relay.close(grace_s), *(b.close(grace_s) for b in self.beside))
         self._hung.close()
+        await self.membership.close()
         await self.quotes.close()
         await self.reports.close()
         if hasattr(self, "_admin"):

@@ -40,7 +40,7 @@ from tests.fake_engine import MODEL, FakeEngine, Script
 from tests.integration.clients import Raw, ask, body_of, chat, events, get
 from tests.integration.relay.cases import PATH, is_error, streamed
 from tests.integration.system import CLUSTER, Tiers, tiers
-from tests.proxies import Envoy
+from tests.proxies import Gateway as GatewayEnvoy
 from tests.servers import eventually
 
 MODES = [
@@ -77,12 +77,11 @@ async def picking(*engines: FakeEngine, **settings: Any) -> AsyncIterator[tuple[
 async def gateway(*engines: FakeEngine, modes: tuple[str, str] = MODES[0], **settings: Any) -> AsyncIterator[Gateway]:
     async with picking(*engines, **settings) as (world, picker):
         changes = {
-            "port_value: 8000": "port_value: PORT",
             "port_value: 9002": f"port_value: {picker.port}",
             "request_body_mode: FULL_DUPLEX_STREAMED": f"request_body_mode: {modes[0]}",
             "response_body_mode: STREAMED #": f"response_body_mode: {modes[1]} #",
         }
-        async with Envoy("gateway.yaml", changes) as envoy:
+        async with GatewayEnvoy(changes) as envoy:
             yield Gateway(envoy.url, world, picker)
 
 
@@ -157,9 +156,22 @@ async def test_what_needs_no_server_is_answered_at_once() -> None:
         assert (await g.last())["ending"] == "refused_here"
 
 
+async def test_where_nobody_has_room_a_request_waits_for_its_server() -> None:
+    engine = FakeEngine("a", Script.stream(*"abcd", gap_s=0.3))
+    async with gateway(engine, upstream={"max_in_flight": 1}) as g, await Raw.connect(g.url) as raw:
+        raw.send(streamed())
+        await raw.until(b"data:")
+        engine.script = Script.whole()
+        waited = asyncio.ensure_future(ask(g.url, PATH, chat(MODEL)))
+        await raw.until(b"[DONE]")
+        assert (await waited).status == 200
+        assert [s.ended for s in engine.seen] == ["complete", "complete"]
+
+
 async def test_a_full_cluster_says_so_and_a_server_that_fails_is_ejected() -> None:
     engine = FakeEngine("a", Script.stream("a", "b", gap_s=30.0))
-    async with gateway(engine, upstream={"max_in_flight": 1}, health={"eject_after": 2}) as g:
+    settings = {"upstream": {"max_in_flight": 1}, "health": {"eject_after": 2}, "queue": {"max_requests": 0}}
+    async with gateway(engine, **settings) as g:
         async with await Raw.connect(g.url) as raw:
             raw.send(streamed())
             await raw.until(b"data:")
