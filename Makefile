@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup tools docs compose charts demo sim test check lock proto clean
+.PHONY: setup tools docs site compose charts demo sim test check lock proto clean
 
 # The stamp's name has the lock file's checksum, so an unchanged lock costs nothing and a changed one is installed.
 STAMP := $(VENV)/.installed-$(shell cksum requirements.lock pyproject.toml | cksum | cut -d' ' -f1)
@@ -62,6 +62,9 @@ proto: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m services.cli.reference > docs/configuration.md
+
+site: $(TOOLS)  # the documents as a site, every link in it checked
+	.tools/bin/mkdocs build --strict
 
 compose: $(STAMP)
 	$(BIN)/python deploy/compose/generate.py
