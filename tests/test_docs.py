@@ -88,6 +88,11 @@ def test_the_site_does_not_build_with_a_link_that_leads_nowhere(tmp_path: Path, 
     assert "nowhere" in said
 
 
+def test_the_first_page_has_the_same_commands_in_chinese() -> None:
+    commands = [COMMANDS.findall((DOCS / name).read_text()) for name in ("index.md", "zh.md")]
+    assert commands[0] == commands[1] != []
+
+
 def test_the_first_page_works_as_it_is_written(tmp_path: Path) -> None:
     """Its commands, one after the other in one shell, on other ports than those that may be taken here."""
     if not (tools.ROOT / ".venv").exists():

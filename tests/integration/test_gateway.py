@@ -15,6 +15,7 @@ import grpc.aio
 import pytest
 from google.protobuf.descriptor import FileDescriptor
 
+from common.policy.health import State
 from common.types import Endpoint
 from services.instance_lb.__main__ import start_picker
 from services.instance_lb.config import InstanceConfig
@@ -154,6 +155,17 @@ async def test_what_needs_no_server_is_answered_at_once() -> None:
         listed = await get(f"{g.url}/v1/models")
         assert [m["id"] for m in listed.json()["data"]] == [MODEL]
         assert (await g.last())["ending"] == "refused_here"
+
+
+async def test_a_server_that_cannot_be_reached_is_left_alone() -> None:
+    engines = [FakeEngine("a"), FakeEngine("b")]
+    async with gateway(*engines) as g:
+        engines[0].refuse()
+        answers = [(await ask(g.url, PATH, chat(MODEL))).status for _ in range(10)]
+        assert answers.count(503) <= 1  # the one that found out
+        assert answers[-5:] == [200] * 5
+        assert g.world.candidate(engines[0]).breaker.state is State.OPEN or 503 not in answers
+        await g.last()
 
 
 async def test_where_nobody_has_room_a_request_waits_for_its_server() -> None:

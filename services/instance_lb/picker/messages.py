@@ -20,6 +20,7 @@ from services.instance_lb.picker.proto.external_processor_pb2 import (
     HeaderMutation,
     HeadersResponse,
     ImmediateResponse,
+    ProcessingRequest,
     ProcessingResponse,
     StreamedBodyResponse,
     TrailersResponse,
@@ -30,6 +31,9 @@ DESTINATION: Final = "x-gateway-destination-endpoint"
 NAMESPACE: Final = "envoy.lb"
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
+ATTRIBUTES: Final = "envoy.filters.http.ext_proc"
+CODE_DETAILS: Final = "response.code_details"
+FROM_SERVER: Final = "via_upstream"  # and not the gateway's own, for want of an answer
 PIECE_BYTES: Final = 62_000  # of a body, a message: well under what HTTP/2 takes in one frame by default, four of them
 
 
@@ -54,6 +58,12 @@ def subset(metadata: Metadata) -> frozenset[str] | None:
     value = hint.fields[SUBSET]
     listed = [v.string_value for v in value.list_value.values] or value.string_value.split(",")
     return frozenset(address.strip() for address in listed if address.strip())
+
+
+def details(message: ProcessingRequest) -> str:
+    """How an answer came to be, as far as the gateway says (`response_attributes: [response.code_details]`)."""
+    told = message.attributes.get(ATTRIBUTES)
+    return str(told.fields[CODE_DETAILS].string_value) if told is not None and CODE_DETAILS in told.fields else ""
 
 
 def changes(added: Headers, removed: Iterable[str] = ()) -> HeaderMutation:

@@ -31,7 +31,6 @@ from services.instance_lb.picker.proto.external_processor_pb2 import (
     CommonResponse,
     HeadersResponse,
     HttpBody,
-    HttpHeaders,
     ProcessingRequest,
     ProcessingResponse,
 )
@@ -72,7 +71,8 @@ class Gateway:
 
     def respond(self, status: int, headers: heads.Headers, body: bytes, added: bytes = b"") -> None:
         """As that of ClientConnection."""
-        self.decided.set_result(messages.immediate(status, [*headers, *_fields(added)], body, "headwater"))
+        if not self.decided.done():  # else nobody waits for it any more
+            self.decided.set_result(messages.immediate(status, [*headers, *_fields(added)], body, "headwater"))
 
 
 class Stream:
@@ -120,6 +120,8 @@ class Stream:
         added = [(key, value) for key, value in there if key in TOLD]
         if self._exchange.target != self._target:
             added.append((b":path", self._exchange.target))
+        if self._decided.done():
+            raise asyncio.CancelledError  # the gateway has ended the stream
         self._sending = sending
         self._exchange.committed = True
         self._decided.set_result(Picked(address, added, gone))
@@ -139,7 +141,7 @@ class Stream:
                 await self._decide(ends=False)
             await self._write(messages.REQUEST_TRAILERS)
         elif kind == "response_headers":
-            await self._on_response(message.response_headers)
+            await self._on_response(message)
         elif kind == "response_body":
             await self._on_response_body(message.response_body)
         elif kind == "response_trailers":
@@ -229,8 +231,12 @@ class Stream:
 
     # -- the answer --------------------------------------------------------------------------------------------------
 
-    async def _on_response(self, sent: HttpHeaders) -> None:
-        sending = self._sending
+    async def _on_response(self, message: ProcessingRequest) -> None:
+        sending, sent = self._sending, message.response_headers
+        details = messages.details(message)
+        if sending is not None and details not in ("", messages.FROM_SERVER) and not self._answered.done():
+            self._answered.set_exception(ConnectFailed(f"the gateway had no answer: {details}"))
+            sending = None
         if sending is None:
             await self._write(ProcessingResponse(response_headers=HeadersResponse(response=CommonResponse())))
             return
