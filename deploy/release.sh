@@ -1,10 +1,10 @@
 #!/bin/sh
 # Builds what is released, the source distribution and out of it the wheel, into dist/, and tries the wheel in an
 # environment of its own with each Python named: deploy/release.sh python3.11 python3.13
-# Each has to serve a request within START_S of its start. Needs `make setup`, and the package index.
+# Each has to serve a request within START_S seconds of its start. Needs `make setup`, and the package index.
 set -eu
 cd "$(dirname "$0")/.."
-START_S=10
+START_S=60 # of a busy machine, where Python compiles all of it first
 
 rm -rf dist
 .venv/bin/python -m hatchling build --target sdist
