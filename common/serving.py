@@ -32,7 +32,7 @@ from common.intake import Intake
 from common.policy.admission import RetryBudget
 from common.policy.output_length import OutputLength
 from common.policy.stages import Route
-from common.records import AttemptRecord, Ending, RequestRecord, StageRecord
+from common.records import AttemptRecord, Ending, RequestRecord
 from common.relay import cors, heads
 from common.relay.body import Observer
 from common.relay.exchange import Exchange
@@ -192,12 +192,13 @@ class Serving:
         for _ in range(MAX_TRIES):
             route = self.balancing.route(c.request, c.node, frozenset(c.exclude))
             if isinstance(route, Shed):
+                self.telemetry.shed(c.record, c.request, route)
                 nothing_left = self._shed(c, route)
                 # What failed here and may be tried again is for the tier above to go on with: a rejection invites it.
                 if failure is None or (c.record.from_peer and isinstance(nothing_left, RejectedError)):
                     failure = nothing_left
                 break
-            self._note_stages(c, route)
+            self.telemetry.decided(c.record, c.request, route.hops, self.balancing.balancers, self._rng)
             try:
                 answer = await self._attempt(c, route)
             except UpstreamError as error:
@@ -395,25 +396,6 @@ class Serving:
         return NoEndpoints(
             f"no instance of the model `{c.request.model[:200]}` is available", retry_after_s=shed.retry_after_s
         )
-
-    def _note_stages(self, c: _Carried, route: Route) -> None:
-        now = clock.now()
-        for hop in route.hops:
-            pick = hop.pick
-            c.record.stages.append(
-                StageRecord(
-                    hop.path,
-                    pick.endpoint.id,
-                    pick.policy,
-                    pick.terms,
-                    pick.scores,
-                    hop.takeover,
-                    now,
-                    tracecontext.new_span_id(self._rng),
-                    pick.predicted_ttft_s,
-                    pick.predicted_total_s,
-                )
-            )
 
 
 def _int(value: bytes | None) -> int:
