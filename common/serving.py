@@ -194,9 +194,8 @@ class Serving:
             if isinstance(route, Shed):
                 self.telemetry.shed(c.record, c.request, route)
                 nothing_left = self._shed(c, route)
-                # What failed here and may be tried again is for the tier above to go on with: a rejection invites it.
-                if failure is None or (c.record.from_peer and isinstance(nothing_left, RejectedError)):
-                    failure = nothing_left
+                failure = failure or nothing_left
+                failure.elsewhere = nothing_left.elsewhere  # what failed here may be tried on by the tier above
                 break
             self.telemetry.decided(c.record, c.request, route.hops, self.balancing.balancers, self._rng)
             try:
