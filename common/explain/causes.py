@@ -6,7 +6,7 @@ a busy one) and need not add up. Made when somebody asks, from the record and fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 
 import msgspec
@@ -50,7 +50,12 @@ def findings_of(record: RequestRecord, balancers: Mapping[Path, Balancer]) -> li
     ]
     total = max(record.total_s, 1e-9)
     worth = [f for f in found if not f.seconds or f.seconds >= WORTH_S or f.seconds >= WORTH_SHARE * total]
-    return sorted(worth, key=lambda f: -f.seconds)
+    return ordered(worth)
+
+
+def ordered(findings: Iterable[Finding]) -> list[Finding]:
+    """What accounts for most first; that it took longer than predicted comes last: it is what the others explain."""
+    return sorted(findings, key=lambda f: (f.kind == "later_than_predicted", -f.seconds))
 
 
 def _before_it_was_sent(record: RequestRecord) -> Iterator[Finding]:
@@ -98,23 +103,24 @@ def _at_the_server(record: RequestRecord, balancers: Mapping[Path, Balancer]) ->
     server = balancer.candidates.get(last.chosen) if balancer is not None else None
     if balancer is None or server is None:
         return
-    yield from _slower_than_its_like(record, last, server, balancers)
-    yield from _what_it_asked(record, record.request, server)
+    usual_s = _usual_step_s(server, balancers)
+    ratio = _step_s(server.estimates[0].speed) / usual_s if usual_s else 1.0
+    if usual_s and ratio >= SLOWER:
+        yield _slow_server(record, last, server, usual_s, ratio)
+    yield from _what_it_asked(record, record.request, server, max(1.0, ratio))
     yield from _later_than_predicted(record, last)
-    removed = sum(r.count for r in last.pick.removed)
+    removed = sum(r.number for r in last.pick.removed)
     if removed and removed >= len(last.pick.candidates):
         few = f"Of {last.pool_size} servers only {len(last.pick.candidates)} could take it."
         yield Finding("few_candidates", 0.0, few)
 
 
-def _slower_than_its_like(
-    record: RequestRecord, stage: StageRecord, server: Candidate, balancers: Mapping[Path, Balancer]
-) -> Iterator[Finding]:
-    mine = server.estimates[0]
-    if mine.samples < LEARNED or not server.endpoint.gpu:
-        return
+def _usual_step_s(server: Candidate, balancers: Mapping[Path, Balancer]) -> float | None:
+    """Seconds a token at rest of servers of the same GPU and models; None when too little is known of it or them."""
+    if server.estimates[0].samples < LEARNED or not server.endpoint.gpu:
+        return None
     like = [
-        c.estimates[0].speed
+        _step_s(c.estimates[0].speed)
         for path, balancer in balancers.items()
         if len(path) == 2
         for c in balancer.candidates.values()
@@ -123,14 +129,13 @@ def _slower_than_its_like(
         and c.endpoint.models == server.endpoint.models
         and c.estimates[0].samples >= LEARNED
     ]
-    if not like:
-        return
-    step, usual = _step_s(mine.speed), median(map(_step_s, like))
-    ratio = step / usual
-    if ratio >= SLOWER:
-        who = f"{'/'.join((*stage.path, stage.chosen))} is {ratio:.1f} times as slow as the other {server.endpoint.gpu}"
-        text = f"{who}: {1e3 * step:.1f} ms a token at rest, where {len(like)} like it take {1e3 * usual:.1f} ms."
-        yield Finding("slow_server", record.total_s * (1.0 - 1.0 / ratio), text)
+    return median(like) if like else None
+
+
+def _slow_server(record: RequestRecord, stage: StageRecord, server: Candidate, usual_s: float, ratio: float) -> Finding:
+    who = f"{'/'.join((*stage.path, stage.chosen))} is {ratio:.1f} times as slow as the other {server.endpoint.gpu}"
+    text = f"{who}: {1e3 * ratio * usual_s:.1f} ms a token at rest, where those like it take {1e3 * usual_s:.1f} ms."
+    return Finding("slow_server", record.total_s * (1.0 - 1.0 / ratio), text)
 
 
 def _step_s(speed: Speed) -> float:
@@ -138,7 +143,10 @@ def _step_s(speed: Speed) -> float:
     return speed.alpha_s + speed.beta_s
 
 
-def _what_it_asked(record: RequestRecord, request: InferenceRequest, server: Candidate) -> Iterator[Finding]:
+def _what_it_asked(
+    record: RequestRecord, request: InferenceRequest, server: Candidate, ratio: float
+) -> Iterator[Finding]:
+    """What its length accounts for; `ratio`: so many times slower than usual is the server, which is told by itself."""
     speed = server.estimates[0].speed
     reading = request.input_tokens / speed.prefill_tokens_per_s + speed.alpha_s
     if record.ttft_s is not None and record.stream and record.ttft_s > BUSIER * reading:
@@ -151,15 +159,15 @@ def _what_it_asked(record: RequestRecord, request: InferenceRequest, server: Can
     if reading >= 0.5 * record.total_s:
         yield Finding(
             "long_prompt",
-            reading,
-            f"Its prompt is long: reading {request.input_tokens:,} tokens takes {seconds(reading)}.",
+            reading / ratio,
+            f"Its prompt is long: reading {request.input_tokens:,} tokens takes {seconds(reading / ratio)}.",
         )
     if record.output_tokens:
         writing = record.output_tokens * _step_s(speed)
         if writing >= 0.5 * record.total_s:
-            best = f"take {seconds(writing)} at the server's best pace"
+            best = f"take {seconds(writing / ratio)} at the best pace of a server of this kind"
             text = f"Its answer is long: {record.output_tokens:,.0f} tokens {best}."
-            yield Finding("long_answer", writing, text)
+            yield Finding("long_answer", writing / ratio, text)
 
 
 def _later_than_predicted(record: RequestRecord, stage: StageRecord) -> Iterator[Finding]:

@@ -243,7 +243,7 @@ def stage_view(stage: StageRecord, request: InferenceRequest | None) -> StageVie
         runner_up=second.id if second is not None else "",
         margin=margin,
         takeover=stage.takeover,
-        left_out=[_left_out(r.filter, r.endpoints, r.count) for r in stage.pick.removed],
+        left_out=[_left_out(r.filter, r.endpoints, r.number) for r in stage.pick.removed],
         unheard=list(stage.unheard[:COMPARED]),
         pool_stale=stage.pool_stale,
         predicted_ttft_s=_rounded(stage.predicted_ttft_s),
@@ -272,7 +272,7 @@ def _why(request: InferenceRequest | None, stage: StageRecord, margin: float | N
 
 def left_out_of(record: RequestRecord, stage: StageRecord, balancer: Balancer | None) -> list[LeftOut]:
     """Who could not be chosen: by the filters as noted then, the rest from what is known of them now."""
-    found = [_left_out(r.filter, r.endpoints, r.count) for r in stage.pick.removed]
+    found = [_left_out(r.filter, r.endpoints, r.number) for r in stage.pick.removed]
     tried = {a.target[-1] for a in record.attempts[: stage.attempt] if a.target[:-1] == stage.path}
     known = {*stage.pick.candidates, *(id_ for r in stage.pick.removed for id_ in r.endpoints)}
     if tried - known:

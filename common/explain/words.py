@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
-from common.explain.causes import SHED, seconds
+from common.explain.causes import SHED, ordered, seconds
 from common.explain.decisions import CandidateView, Decision, LeftOut, StageView
 
 SHOWN = 8  # candidates of one stage; the rest are counted
@@ -222,7 +222,7 @@ def _against(predicted: float, seen: float) -> str:
 def _findings(journey: Sequence[Decision]) -> list[str]:
     seen: set[str] = set()
     found = []
-    for finding in sorted((f for d in journey for f in d.findings), key=lambda f: -f.seconds):
+    for finding in ordered(f for d in journey for f in d.findings):
         if finding.text not in seen:
             seen.add(finding.text)
             found.append(finding)

@@ -128,13 +128,14 @@ def whatif(
 
 def _comparison(pool: Counterfactual) -> Table:
     title = f"The last {pool.requests} requests of {pool.node}, as predicted"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("policy", no_wrap=True)
     for name in ("TTFT", "p95", "all", "+ others", "moved", "refused"):
         table.add_column(name, justify="right", no_wrap=True)
     for p in pool.policies:
         here = p.policy == pool.in_force
         table.add_row(f"{p.policy} *" if here else p.policy, *_figures(p), style="bold" if here else "")
+    table.caption_justify = "left"
     table.caption = "* in force; all: to the last token; others: the delay it brings to those already there"
     return table
 
