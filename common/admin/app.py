@@ -128,6 +128,7 @@ def _candidate(c: Candidate, now: float) -> dict[str, Any]:
         "in_flight": c.in_flight,
         "round_trip_s": c.round_trip.value,
         "servers": [asdict(s.load(now)) | {"models": sorted(s.models)} for s in (c.quoted or c.own)],
+        "learned_from": [e.samples for e in c.estimates],
         "report": None
         if report is None
         else {
