@@ -65,6 +65,9 @@ docs: $(STAMP)
 compose: $(STAMP)
 	$(BIN)/python deploy/compose/generate.py
 
+dashboards: $(STAMP)
+	$(BIN)/python deploy/grafana/generate.py
+
 charts: $(STAMP)
 	$(BIN)/python deploy/kubernetes/schemas.py
 

@@ -1,7 +1,7 @@
 """Counters and distributions as plain numbers, turned into Prometheus' families when somebody scrapes.
 
 Counting happens on the path of every request and scraping every few seconds, so the work is done there: an increment
-is a dictionary and an addition, an observation a bisection.
+is a dictionary and an addition, an observation a bisection. Scrapes run on a thread of their own, and read copies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Counts:
     def families(self) -> list[Metric]:
         """As Prometheus has it."""
         family = CounterMetricFamily(self.name, self.doc, labels=self.labels)
-        for labels, value in self.values.items():
+        for labels, value in list(self.values.items()):
             family.add_metric(labels, value)
         return [family]
 
@@ -71,7 +71,7 @@ class Spread:
 
     def _family(self, name: str, label_names: Sequence[str]) -> Metric:
         family = HistogramMetricFamily(name, self.doc, labels=label_names)
-        for labels, row in self.values.items():
+        for labels, row in list(self.values.items()):
             so_far, buckets = 0.0, []
             for bound, count in zip((*map(_shown, self.bounds), "+Inf"), row[:-1], strict=True):
                 so_far += count

@@ -137,6 +137,7 @@ class Telemetry:
         self._slow_ttft_s = slow_ttft_s
         self._slow_tpot_s = slow_tpot_s
         self._models: set[str] = set()
+        self.picks: dict[tuple[Path, str], float] = {}  # (pool, endpoint) -> how often it was chosen
         self._make_metrics()
 
     def _make_metrics(self) -> None:
@@ -224,6 +225,8 @@ class Telemetry:
             span_id = tracecontext.new_span_id(rng)
             record.stages.append(self.notes.stage(hop, balancers[hop.path], attempt, now, span_id))
             tier = Tier.of(hop.path).value
+            picked = (hop.path, hop.pick.endpoint.id)
+            self.picks[picked] = self.picks.get(picked, 0.0) + 1.0
             self._decisions.add((tier, hop.pick.policy, _reason(hop.path, hop.pick, request)))
             if hop.takeover:
                 self._takeovers.add((tier,))

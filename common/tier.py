@@ -32,6 +32,7 @@ from common.membership import Membership
 from common.policy.balancer import Policy
 from common.policy.candidate import Limits
 from common.policy.stages import POLICIES, policy_named
+from common.pool_metrics import PoolMetrics
 from common.quotes import Quotes
 from common.relay.asgi import AsgiApp, answer_with
 from common.relay.exchange import Exchange
@@ -131,6 +132,7 @@ class TierProcess:
             access_log=config.log.access,
             export=self._export,
         )
+        self.telemetry.registry.register(PoolMetrics(self.balancing, self.telemetry.picks))
 
     def _make_serving(self) -> None:
         config = self.config

@@ -129,6 +129,7 @@ class Balancer:
         self.candidates: dict[str, Candidate] = {}
         self.revision = -1
         self.stale = False
+        self.ejections = 0  # times that a breaker opened
         self._pool = PoolFacts()
         self._weights = Weights(coefficients)
         self._arrivals = DecayingSum(1.0)  # of the last second, while somebody is new
@@ -575,6 +576,7 @@ class Balancer:
                 self._qualified.clear()
             if was_open and breaker.state is State.CLOSED:
                 self._starts(c, now)
+            self.ejections += not was_open and breaker.state is State.OPEN
 
     def _learn(self, held: _Held, now: float, output_tokens: float | None) -> None:
         """Teach the server's speed by a finished request, if it was seen well enough."""
