@@ -109,6 +109,7 @@ def access_line(r: RequestRecord) -> dict[str, Any]:
         "attempts": len(r.attempts),
         "input_tokens": r.input_tokens,
         "output_tokens": r.output_tokens,
+        "queued_s": round(r.queued_s, 6),
         "ttft_s": None if r.ttft_s is None else round(r.ttft_s, 6),
         "total_s": round(r.total_s, 6),
     }
@@ -144,7 +145,7 @@ class Telemetry:
         request = ("operation", "model")
         genai = ("gen_ai_operation_name", "gen_ai_request_model")  # OpenTelemetry's names for the same
         self.in_flight = Level("headwater_in_flight_requests", "Requests under way in this process")
-        self.queued = Level("headwater_queued_requests", "Requests in the waiting room of this process")
+        self.queued = Level("headwater_queued_requests", "Requests that wait for a server with room")
         self._requests = Counts("headwater_requests", "Finished requests", (*request, "status", "ending"))
         self._ttft = Spread(
             "headwater_time_to_first_token_seconds",

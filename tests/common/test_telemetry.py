@@ -358,6 +358,7 @@ def test_the_access_line_of_a_request() -> None:
         "served_by": "eu/c1/i1",
         "from_peer": True,
         "attempts": 2,
+        "queued_s": 0.0,
         "input_tokens": 100,
         "output_tokens": 31.0,
         "ttft_s": 0.142857,
