@@ -65,6 +65,9 @@ docs: $(STAMP)
 compose: $(STAMP)
 	$(BIN)/python deploy/compose/generate.py
 
+console-vendor:  # the chart library of the console, from npm
+	common/admin/page/vendor/fetch.sh
+
 dashboards: $(STAMP)
 	$(BIN)/python deploy/grafana/generate.py
 

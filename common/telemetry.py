@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from common import clock, tracecontext
 from common.explain.notes import Notes
+from common.history import History
 from common.metrics import Counts, Level, Scrape, Spread
 from common.policy.balancer import Balancer
 from common.policy.stages import Hop
@@ -132,6 +133,7 @@ class Telemetry:
         self.registry = CollectorRegistry()
         self.log = AccessLog(sys.stdout.fileno()) if access_log else None
         self.recent = RecentRequests(recent, recent_bytes)
+        self.history = History()
         self.notes = Notes()
         self._known_model = known_model
         self._export = export
@@ -139,6 +141,7 @@ class Telemetry:
         self._slow_tpot_s = slow_tpot_s
         self._models: set[str] = set()
         self.picks: dict[tuple[Path, str], float] = {}  # (pool, endpoint) -> how often it was chosen
+        self.taken_over: dict[Path, tuple[float, float]] = {}  # node -> how often its stage was run here, last when
         self._make_metrics()
 
     def _make_metrics(self) -> None:
@@ -231,11 +234,18 @@ class Telemetry:
             self._decisions.add((tier, hop.pick.policy, _reason(hop.path, hop.pick, request)))
             if hop.takeover:
                 self._takeovers.add((tier,))
+                self.taken_over[hop.path] = (self.taken_over.get(hop.path, (0.0, 0.0))[0] + 1.0, now)
 
     def shed(self, record: RequestRecord, request: InferenceRequest, shed: Shed) -> None:
         """No endpoint could take it, or no further one."""
         record.request, record.shed = request, shed
         self._sheds.add((shed.reason,))
+
+    def keep_only(self, pools: frozenset[Path]) -> None:
+        """Let go of what is remembered of nodes that are gone."""
+        self.notes.keep_only(pools)
+        for path in self.taken_over.keys() - pools:
+            del self.taken_over[path]
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -261,6 +271,8 @@ class Telemetry:
         if record.queued_at is not None:
             self._queue_wait.see((), record.queued_s)
         self.recent.add(record)
+        if not record.from_peer:
+            self.history.see(record)
         if self.log is not None:
             self.log.write(record)
         if self._export is not None and (

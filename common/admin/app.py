@@ -16,14 +16,17 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import generate_latest
 
 from common import clock
+from common.admin.console import ConsoleRoutes
 from common.admin.decisions import KINDS, DecisionRoutes
 from common.admin.peers import Peers
-from common.admin.shapes import Everywhere, Limit, TraceId, answers, describe, json
+from common.admin.picture import Picture, Pictures
+from common.admin.shapes import Everywhere, TraceId, answers, describe, json
 from common.balancing import Balancing
+from common.history import Step
 from common.policy.balancer import Balancer
 from common.policy.candidate import Candidate
 from common.spans import Span, spans_of
-from common.telemetry import Telemetry, access_line
+from common.telemetry import Telemetry
 from common.types import Path, Tier
 
 
@@ -41,7 +44,7 @@ def admin_app(
     """
     app = FastAPI(title="Headwater admin", description=f"{Tier.of(node).value} tier, process {process_id}")
     peers = Peers(admins)
-    describe(app, (Span, *KINDS))
+    describe(app, (Span, Picture, Step, *KINDS))
 
     @app.get("/livez", tags=["health"], response_class=PlainTextResponse)
     async def livez() -> Response:
@@ -73,11 +76,6 @@ def admin_app(
             "pools": {"/".join(p): _pool(b) for p, b in sorted(balancing.balancers.items())},
         }
 
-    @app.get("/admin/v1/requests", tags=["requests"])
-    async def requests(limit: Limit = 100) -> list[dict[str, Any]]:
-        """The latest finished requests of this process, as the access log has them."""
-        return [access_line(record) for record in telemetry.recent.latest(limit)]
-
     @app.get("/admin/v1/traces/{trace_id}", tags=["requests"], responses=answers(list[Span]))
     async def trace(trace_id: TraceId, everywhere: Everywhere = False) -> Response:
         """The spans of one trace kept here; with `everywhere`, those of all other tiers too."""
@@ -90,7 +88,11 @@ def admin_app(
                     continue  # a tier of another version
         return json(spans)
 
-    app.include_router(DecisionRoutes(balancing, telemetry, peers).router())
+    decisions = DecisionRoutes(balancing, telemetry, peers)
+    pictures = Pictures(process_id, node, balancing, telemetry, ready, peers)
+    console = ConsoleRoutes(telemetry, pictures, peers, ready, decisions.of)
+    for router in (decisions.router(), console.router(), console.pages()):
+        app.include_router(router)
 
     @app.exception_handler(RequestValidationError)
     async def not_valid(request: Request, error: RequestValidationError) -> Response:

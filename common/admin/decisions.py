@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, HTTPException, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from common import clock
-from common.admin.peers import Peers
+from common.admin.peers import Peers, decoded
 from common.admin.shapes import Everywhere, TraceId, answers, json
 from common.balancing import Balancing
 from common.explain.decisions import Decision, decision_of
@@ -100,10 +99,10 @@ class DecisionRoutes:
         )
         async def decision(trace_id: TraceId, everywhere: Everywhere = False) -> Response:
             """The decision records of one trace: what was decided, why, and what came of it."""
-            found = self._of(trace_id)
+            found = self.of(trace_id)
             if everywhere:
                 for content in await self._peers.get(f"/admin/v1/decisions/{trace_id}"):
-                    found += _decoded(content, list[Decision]) or []
+                    found += decoded(content, list[Decision]) or []
             if not found:
                 raise HTTPException(404, "no tier that was asked remembers this request")
             return json(found)
@@ -129,12 +128,13 @@ class DecisionRoutes:
             if everywhere:
                 asked: dict[str, Any] = {"requests": requests, "policy": names, "node": node}
                 for content in await self._peers.get("/admin/v1/counterfactual", asked):
-                    found += _decoded(content, list[Counterfactual]) or []
+                    found += decoded(content, list[Counterfactual]) or []
             return json(found)
 
         return router
 
-    def _of(self, trace_id: str) -> list[Decision]:
+    def of(self, trace_id: str) -> list[Decision]:
+        """The decision records of one trace that this process keeps."""
         balancers = self._balancing.balancers
         return [decision_of(record, balancers) for record in self._telemetry.recent.find(trace_id)]
 
@@ -169,7 +169,7 @@ class DecisionRoutes:
         below = None
         if peer.admin:
             asked = question.model_dump() | {"node": answer.target}
-            below = _decoded(await self._peers.post(peer.admin, "/admin/v1/route/dry-run", asked), DryRun)
+            below = decoded(await self._peers.post(peer.admin, "/admin/v1/route/dry-run", asked), DryRun)
         if below is None:  # it does not say: as seen from here
             below = dry_run(
                 question.request(),
@@ -208,13 +208,3 @@ async def _in_slices(steps: Iterator[Counterfactual | None]) -> Counterfactual:
 
 def _path(node: str) -> Path:
     return tuple(node.split("/")) if node else ()
-
-
-def _decoded(content: bytes | None, kind: Any) -> Any:
-    """A peer's answer; None when there is none or it is of another version."""
-    if content is None:
-        return None
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except msgspec.DecodeError:
-        return None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
+import msgspec
 
 TIMEOUT_S = 2.0  # for another tier's answer; one that is gone must not keep the others' from being shown
 MAX_ANSWER_BYTES = 16 * 1024 * 1024  # of one peer; more is not read
@@ -55,4 +56,14 @@ async def ask(
                     return None
             return b"".join(parts)
     except (httpx.HTTPError, httpx.InvalidURL):
+        return None
+
+
+def decoded(content: bytes | None, kind: Any) -> Any:
+    """A peer's answer; None when there is none or it is of another version."""
+    if content is None:
+        return None
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError:
         return None
