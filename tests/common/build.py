@@ -39,7 +39,13 @@ def record(**fields: Any) -> RequestRecord:
     return RequestRecord(**(values | fields))
 
 
-def stage(path: Path, chosen: str, costs: dict[str, float], span_id: str = "b" * 16, **fields: Any) -> StageRecord:
+def stage(
+    path: Path,
+    chosen: str,
+    costs: dict[str, float],
+    span_id: str = "b" * 16,
+    **fields: Any,
+) -> StageRecord:
     """A decision by two terms, the second of which is a tenth of a second for all."""
     pick = Pick(
         Endpoint(chosen),
