@@ -252,6 +252,7 @@ class TierProcess:
         self.balancing.update(pools)
         self.balancing.replicas(self.node, self._replicas())
         self.quotes.update(pools)
+        self.telemetry.keep_only(frozenset(pools))
         self.serving.queue.wake()
         before = self._peer_urls
         self._peer_urls = {p.id: p.url for pool in pools.values() for e in pool.endpoints for p in e.balancers}

@@ -103,6 +103,6 @@ document.addEventListener('keydown', event => {
 });
 document.getElementById('theme').onclick = switchTheme;
 document.getElementById('keys').onclick = showKeys;
-addEventListener('hashchange', () => { navigate(); main.focus({ preventScroll: true }); });
+addEventListener('hashchange', () => { navigate(); if (!main.contains(document.activeElement)) main.focus({ preventScroll: true }); });
 navigate();
 follow();
