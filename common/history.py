@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
@@ -98,3 +99,16 @@ def together(histories: list[list[tuple[int, Step]]]) -> list[tuple[int, Step]]:
         for age, step in history:
             by_age.setdefault(age, Step()).add(step)
     return sorted(by_age.items(), reverse=True)
+
+
+def quantile(counts: Sequence[int], bounds: Sequence[float], share: float) -> float | None:
+    """The `share` (0…1) quantile of counts by upper bound, linear within its bucket; None when nothing was counted."""
+    left = share * sum(counts)
+    if not sum(counts):
+        return None
+    for i, count in enumerate(counts):
+        if count and left <= count:
+            low, high = bounds[i - 1] if i else 0.0, bounds[min(i, len(bounds) - 1)]
+            return low + (high - low) * left / count
+        left -= count
+    return bounds[-1]

@@ -183,6 +183,22 @@ async def test_a_question_that_makes_no_sense_is_refused():
             assert refused.status_code == 422, (question, refused.text)
 
 
+async def test_the_live_picture_in_a_terminal():
+    async with tiers(FakeEngine("one"), FakeEngine("two"), depth=3) as world:
+        for _ in range(3):
+            await world.chat(stream=True, max_tokens=20)
+        code, out, err = await headwater("top", "--once", "--admin", world.admin_url)
+        assert (code, err) == (0, "")
+        assert "Headwater  3 processes" in out
+        nodes = [line.split() for line in out.splitlines()]
+        assert [words[:2] for words in nodes if words and words[0] in ("r", "c", "one", "two")] == [
+            [name, "serving"] for name in ("r", "c", "one", "two")
+        ]
+        code, _, err = await headwater("top", "--once", "--admin", "http://127.0.0.1:9")
+        assert code == 1
+        assert err.startswith("headwater: no answer from http://127.0.0.1:9: ")
+
+
 async def test_other_policies_are_given_the_same_requests_wherever_they_were_decided():
     async with tiers(FakeEngine("one"), FakeEngine("two"), depth=3) as world:
         for _ in range(12):
