@@ -61,6 +61,7 @@ proto: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m services.cli.reference > docs/configuration.md
+	$(BIN)/python -m services.cli.metrics_reference > docs/metrics.md
 
 compose: $(STAMP)
 	$(BIN)/python deploy/compose/generate.py
