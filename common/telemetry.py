@@ -43,10 +43,14 @@ SLOW_TTFT_S, SLOW_TPOT_S = 2.0, 0.1  # a request without a service level of its 
 
 
 class AccessLog:
-    """One JSON line a request, written in batches by a thread: a log that is read slowly holds no request up."""
+    """One JSON line a request, written in batches by a thread: a log that is read slowly holds no request up.
 
-    def __init__(self, fd: int) -> None:
+    `line`: what a request's line says; as the access log has it, unless told otherwise.
+    """
+
+    def __init__(self, fd: int, line: Callable[[RequestRecord], Any] | None = None) -> None:
         self._fd = fd
+        self._line = line or access_line
         self._lines: list[bytes] = []
         self._timer: asyncio.TimerHandle | None = None
         self._writing: Thread | None = None
@@ -57,7 +61,7 @@ class AccessLog:
         if len(self._lines) >= LOG_PENDING:
             self.dropped += 1
             return
-        self._lines.append(msgspec.json.encode(access_line(record)))
+        self._lines.append(msgspec.json.encode(self._line(record)))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOG_FLUSH_S, self._flush_behind)
 
@@ -126,12 +130,14 @@ class Telemetry:
         known_model: Callable[[str], bool],
         recent_bytes: int = RECENT_BYTES,
         access_log: bool = True,
+        decisions: AccessLog | None = None,
         export: Callable[[RequestRecord], None] | None = None,
         slow_ttft_s: float = SLOW_TTFT_S,
         slow_tpot_s: float = SLOW_TPOT_S,
     ) -> None:
         self.registry = CollectorRegistry()
         self.log = AccessLog(sys.stdout.fileno()) if access_log else None
+        self.decisions = decisions
         self.recent = RecentRequests(recent, recent_bytes)
         self.history = History()
         self.notes = Notes()
@@ -275,6 +281,8 @@ class Telemetry:
             self.history.see(record)
         if self.log is not None:
             self.log.write(record)
+        if self.decisions is not None:
+            self.decisions.write(record)
         if self._export is not None and (
             record.sampled or record.ending is not Ending.COMPLETE or record.status >= 500 or self.slow(record)
         ):
@@ -325,8 +333,9 @@ class Telemetry:
 
     def close(self) -> None:
         """Write what is still queued."""
-        if self.log is not None:
-            self.log.flush()
+        for log in (self.log, self.decisions):
+            if log is not None:
+                log.flush()
 
 
 def _reason(path: Path, pick: Pick, request: InferenceRequest) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -28,6 +29,7 @@ from common.balancing import Balancing
 from common.config import TierConfig
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.exchange import Exchange as ReplicaExchange
+from common.explain.decisions import decision_of
 from common.hung import HungPeers
 from common.local import local_app
 from common.membership import Membership
@@ -47,7 +49,7 @@ from common.reporting import ReportServer, Tls
 from common.serving import Serving
 from common.spans import OtlpExport
 from common.store.base import MembershipStore
-from common.telemetry import Telemetry
+from common.telemetry import AccessLog, Telemetry
 from common.types import Path, Peer, Pool, Slo, Tier
 
 log = structlog.get_logger()
@@ -136,9 +138,20 @@ class TierProcess:
             recent=config.tracing.recent,
             known_model=self.balancing.known,
             access_log=config.log.access,
+            decisions=self._decision_log(),
             export=self._export,
         )
         self.telemetry.registry.register(PoolMetrics(self.balancing, self.telemetry.picks))
+
+    def _decision_log(self) -> AccessLog | None:
+        name = self.config.tracing.decisions_file
+        if not name:
+            return None
+        try:
+            fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        except OSError as error:
+            raise ConfigError(f"tracing.decisions_file: cannot write {name}: {error.strerror}") from None
+        return AccessLog(fd, lambda record: decision_of(record, self.balancing.balancers))
 
     def _make_serving(self) -> None:
         config = self.config

@@ -27,6 +27,7 @@ SHED = {
     "loading": "the model is still being loaded",
     "no_endpoints": "no server of the model takes requests",
     "model_not_found": "no server has this model",
+    "no_placement": "by the rules of placement no server that has this model may take it",
     "too_large": "it is larger than any server of this model can hold",
     "deadline_exceeded": "it could not have been answered before its deadline",
 }

@@ -20,6 +20,7 @@ IN_SECONDS = ("predicted_completion", "earliest_completion")  # policies whose c
 
 WHY_LEFT_OUT = {
     "serves_model": "does not serve the model",
+    "serves_and_fits": "does not serve the model, or placement keeps it away",
     "not_draining": "is draining",
     "not_loading": "is still loading its model",
     "not_ejected": "is left alone after failures",

@@ -20,6 +20,7 @@ import msgspec
 from common.explain.decisions import Features, StageView, features_of, stage_view
 from common.policy.balancer import Balancer, Policy
 from common.policy.candidate import Candidate
+from common.policy.filters import serves_model
 from common.policy.prediction import UNFIT, Terms
 from common.policy.stages import POLICIES, policy_named
 from common.records import RequestRecord, StageRecord
@@ -108,9 +109,7 @@ def weigh(balancer: Balancer, request: InferenceRequest, now: float) -> Pick | S
             removed.append(Removed(keep.__name__, len(gone), tuple(gone)))
         candidates = left
     if not candidates:
-        reason = {"has_capacity": "saturated", "serves_model": "model_not_found", "not_loading": "loading"}
-        by = removed[-1].filter if removed else ""
-        return Shed(reason.get(by, "no_endpoints"), None, tuple(removed))
+        return Shed(_reason(balancer, request, removed, now), None, tuple(removed))
     columns: list[tuple[str, Sequence[float]]] = []
     totals = [0.0] * len(candidates)
     for term, weight, scorer in balancer.policy.scorers:
@@ -137,6 +136,15 @@ def weigh(balancer: Balancer, request: InferenceRequest, now: float) -> Pick | S
         ttft + terms.decode,
         tuple(removed),
     )
+
+
+def _reason(balancer: Balancer, request: InferenceRequest, removed: Sequence[Removed], now: float) -> str:
+    """Why nobody is left, by the filter that took the last."""
+    by = removed[-1].filter if removed else ""
+    if by and by == balancer.policy.filters[0].__name__:  # the model's own, with its placement where there are rules
+        serving = serves_model(request, list(balancer.candidates.values()), now)
+        return "no_placement" if serving else "model_not_found"
+    return {"has_capacity": "saturated", "not_loading": "loading"}.get(by, "no_endpoints")
 
 
 # -- what would others have done ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -93,6 +94,16 @@ async def test_a_try_that_failed_and_whom_it_ruled_out_are_told():
         assert d.outcome.ending == "refused_here"
         slow = await get(f"{world.admin_url}/admin/v1/decisions?failed=true")
         assert [x["id"] for x in slow.json()] == [d.id]
+
+
+async def test_they_can_be_kept_in_a_file(tmp_path: Path):
+    file = tmp_path / "decisions.jsonl"
+    async with tiers(FakeEngine("one"), tracing={"decisions_file": str(file)}) as world:
+        reply = await world.chat()
+        await eventually(lambda: file.read_text().endswith("\n"), 20.0)
+        kept = msgspec.json.decode(file.read_bytes(), type=Decision)
+        assert (kept.id, kept.outcome.status) == (reply.header("x-headwater-decision"), 200)
+        assert kept.stages[-1].chosen == "one"
 
 
 async def test_the_latest_are_listed_and_can_be_narrowed_down():
