@@ -117,6 +117,11 @@ class Health(Section):
     """Failures in a row after which an endpoint is left alone."""
     cooldown_s: Seconds = 2.0
     """Until it gets one request on trial; doubles with each trial that fails."""
+    max_ejected_ratio: Fraction = 0.5
+    """Share of a pool that failures may eject, counted with the one that is to be; beyond it failing instances are
+    used like the others. Where nobody listens, and what hangs while others do not, is left alone in any case."""
+    stall_s: Annotated[float, Field(ge=0.0, le=600.0)] = 3.0
+    """An instance with work, of which nothing comes for this long beyond what was predicted, hangs; 0: never."""
 
 
 class Drain(Section):

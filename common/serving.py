@@ -314,6 +314,7 @@ class Serving:
             return observer.event_end + event if event and not observer.told_of_error else b""
 
         sending = Sending(exchange, head, exchange.body, judge, first_byte, break_words=break_words)
+        sending.patient = not c.request.stream
         if route.peer:  # the tier next to the server gives up first: it alone knows whom to blame, and where to go on
             sending.tries, sending.slack_s = self._attempts, PEER_SLACK_S * (3 - len(route.target))
         return sending

@@ -45,6 +45,7 @@ from common.spans import OtlpExport
 from common.store.base import MembershipStore
 from common.telemetry import Telemetry
 from common.types import Path, Peer, Pool, Tier
+from common.watchdog import Watchdog
 
 log = structlog.get_logger()
 
@@ -98,7 +99,8 @@ class TierProcess:
         self.signer = await self._keys.signer()
         self.id = config.id or self._default_id()
         self._needs = config.placement.needs()
-        limits = Limits(config.upstream.max_in_flight, config.health.eject_after, config.health.cooldown_s)
+        health = config.health
+        limits = Limits(config.upstream.max_in_flight, health.eject_after, health.cooldown_s, health.max_ejected_ratio)
         self.balancing = Balancing(self.id, self._serves, self._policy, limits, self._rng)
         self._affinity_store = backing.affinity_store(config.redis)
         self._make_telemetry()
@@ -168,6 +170,7 @@ class TierProcess:
         self.relay.tls_of = self._tls_of
         self.serving.relay = self.relay
         self._hung = HungPeers(self.relay)
+        self._watchdog = Watchdog(self.relay, self.balancing, config.health.stall_s)
 
     async def _listen(self, prepare: Callable[[], Awaitable[None]] | None) -> None:
         config = self.config
@@ -179,6 +182,7 @@ class TierProcess:
         self._spawn(self._certificates.watch(), "certificates")
         self._spawn(self.quotes.run(), "quotes")
         self._spawn(self._measure_round_trips(), "round trips")
+        self._spawn(self._watchdog.run(), "watchdog")
         # The first request must not meet a process that has not heard yet what there is.
         await self.until(bool, backing.STORE_START_S)
         if prepare is not None:

@@ -21,6 +21,7 @@ from common.policy.health import State
 from common.policy.pickers import Picker
 from common.policy.placement import ADAPTER_LOAD_S, Needs, adapters, having_loaded
 from common.policy.prediction import UNFIT, Terms, alike, class_speed, marginal_cost, prefill_steps
+from common.policy.progress import LONGEST_S, NO_SIGNS, Signs
 from common.policy.quote import QUOTE_INSTANCES, class_means
 from common.policy.scorers import Scorer
 from common.policy.server import Server, Sums
@@ -95,6 +96,7 @@ class _Held:
         "read",
         "server",
         "steps",
+        "stream",
         "terms",
         "trial",
     )
@@ -105,6 +107,7 @@ class _Held:
         self.candidate = candidate
         self.server = server
         self.estimate = candidate.estimates[0] if len(candidate.own) == 1 else None
+        self.stream = request.stream
         self.length = float(request.input_tokens)
         self.prompt = uncached
         self.read = uncached * (1.0 + 0.5 * request.input_tokens / server.speed.attention_tokens)
@@ -595,6 +598,8 @@ class Balancer:
             c.went(failed=outcome is Outcome.FAILED, now=now)
             self._failing.add(c.endpoint.id)
         breaker = c.breaker
+        if outcome is Outcome.FAILED and not unreachable and breaker.would_open() and not self._may_eject():
+            return  # it fails; so do too many others, and spreading over all serves best
         if outcome is not Outcome.SUCCESS or breaker.failures or breaker.state is not State.CLOSED:
             before, was_open = breaker.failures, breaker.state is not State.CLOSED
             breaker.ended(outcome, now, unreachable=unreachable, trial=trial)
@@ -602,6 +607,47 @@ class Balancer:
                 self._qualified.clear()
             if was_open and breaker.state is State.CLOSED:
                 self._starts(c, now)
+
+    def _may_eject(self) -> bool:
+        """Whether one more may be left alone for its failures."""
+        ejected = sum(c.breaker.state is not State.CLOSED for c in self.candidates.values())
+        return ejected + 1 <= self.limits.max_ejected_ratio * len(self.candidates) + 1e-9
+
+    def hung(self, signs: Mapping[str, Signs], now: float, stall_s: float) -> list[tuple[str, bool]]:
+        """Instances found to hang just now, which are left alone from here on; of each whether its counters tell so.
+
+        `signs`: what came from those with work. One that goes on is taken back. The last one left is never suspected.
+        """
+        due: dict[str, list[tuple[float, float]]] = {}
+        for held in self._held.values():
+            due.setdefault(held.candidate.endpoint.id, []).append(_due(held))
+        found = []
+        for id_ in signs:
+            c = self.candidates.get(id_)
+            if c is None:
+                continue
+            came = signs.get(id_, NO_SIGNS)
+            if c.breaker.hung and max(came.moved_at, c.progress.counted_at) > c.breaker.opened_at:
+                c.breaker.close()
+                self._starts(c, now)
+            if id_ not in due or c.breaker.state is State.OPEN:
+                c.progress.idle()
+            elif c.progress.hangs(came, due[id_], now, stall_s) and self._others_serve(c):
+                c.breaker.hangs(now)
+                self._qualified.clear()
+                found.append((id_, c.progress.counts(now)))
+        return found
+
+    def _others_serve(self, c: Candidate) -> bool:
+        """Whether somebody else is well who has one of its models."""
+        models = c.endpoint.models
+        return any(
+            o is not c
+            and o.phase is Phase.SERVING
+            and o.breaker.state is State.CLOSED
+            and (not models or not o.endpoint.models or models & o.endpoint.models)
+            for o in self.candidates.values()
+        )
 
     def _learn(self, held: _Held, now: float, output_tokens: float | None) -> None:
         """Teach the server's speed by a finished request, if it was seen well enough."""
@@ -696,6 +742,14 @@ def _scaled(speed: Speed, times: float) -> Speed:
         gamma_s=speed.gamma_s * times,
         prefill_tokens_per_s=speed.prefill_tokens_per_s / times,
     )
+
+
+def _due(held: _Held) -> tuple[float, float]:
+    """(since when, for how many seconds) an instance may be silent on a request."""
+    if held.first_at is not None:
+        return held.first_at, held.server.p / held.server.speed.prefill_tokens_per_s
+    silence = held.terms.ttft + (0.0 if held.stream else held.terms.decode)
+    return held.at, silence if silence < inf else LONGEST_S
 
 
 NAMED = 16  # of those a filter removed, so many are named

@@ -16,6 +16,7 @@ from common.policy.ewma import DecayingSum, Ewma
 from common.policy.health import Breaker
 from common.policy.prediction import UNFIT, Terms, class_speed, marginal_cost
 from common.policy.prefix import PREFIX_BLOCK_TOKENS, Mirror
+from common.policy.progress import Progress
 from common.policy.server import Server, Sums
 from common.policy.speed import SpeedEstimate
 from common.types import Endpoint, InferenceRequest, LoadReport, Path
@@ -43,6 +44,7 @@ class Limits:
     max_in_flight: int = 1024
     eject_after: int = 5
     cooldown_s: float = 2.0
+    max_ejected_ratio: float = 1.0  # of a pool that failures may eject, counted with the one that is to be
     busy_s: float = 1.0  # how long an endpoint that refused for load is left alone, unless it says
 
 
@@ -85,6 +87,7 @@ class Candidate:
         "phase",
         "pool",
         "prefix",
+        "progress",
         "quoted",
         "quotes_nothing",
         "recent",
@@ -109,6 +112,7 @@ class Candidate:
         self.last_turn = 0
         self.learned_at = 0.0  # when a finished request last taught its speed
         self.pool = pool
+        self.progress = Progress()
         self.round_trip = Ewma(half_life_s=30.0)
         self.report: LoadReport | None = None
         self.report_at = 0.0
@@ -149,6 +153,9 @@ class Candidate:
         """The pool's new word on this endpoint. Learned state stays, unless another process answers there now."""
         old, self.endpoint = self.endpoint, endpoint
         self.phase = endpoint.phase
+        if old.boot != endpoint.boot and old.boot:
+            self.breaker.close()  # what failed was another process
+            self.progress = Progress()
         if (old.boot, old.gpu, old.capacity) != (endpoint.boot, endpoint.gpu, endpoint.capacity):
             self._restart(endpoint)
         elif old.fleet != endpoint.fleet:
@@ -247,6 +254,9 @@ class Candidate:
         self.report, self.report_at = report, now - report.age_s
         self.in_flight_reported = self.in_flight
         if self.depth == 2:
+            self.progress.told(report, self.report_at)
+            if report.running is not None:
+                self.breaker.may_be_back(now)
             self._count_foreign(report, now)
             return
         self.quotes_nothing = not report.servers

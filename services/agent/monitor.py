@@ -146,6 +146,7 @@ class _Watch:
             gpu_utilization=accelerator.utilization,
             gpu_memory_free_bytes=accelerator.memory_free_bytes,
             generated_tokens=state.generated_tokens,
+            progress=_progress(state),
             phase=self.endpoint.phase if self.endpoint is not None else Phase.LOADING,
         )
 
@@ -244,6 +245,12 @@ class _Watch:
             level = log.warning if trouble else log.info
             level("instance_trouble", instance=self.id, url=self.config.url, trouble=sorted(trouble))
         self._trouble = trouble
+
+
+def _progress(state: EngineState) -> float | None:
+    """All its counters of work together; None if it has none."""
+    known = [figure for figure in (state.generated_tokens, state.steps) if figure is not None]
+    return sum(known) if known else None
 
 
 def _capacity(gpu: str, known: EngineState) -> Speed | None:
