@@ -41,8 +41,7 @@ class GpuSampler:
         self._nvml = Nvml(slices)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)  # a hung call must not hold up exit
-        # (when, devices, when it counts as hung): replaced whole, so readers need no lock
-        self._latest: tuple[float, tuple[Device, ...], float] | None = None
+        self._latest: tuple[float, tuple[Device, ...]] | None = None  # replaced whole, so readers need no lock
         self._pins: dict[int, str] = {}
         self._classes: dict[str, str] = {}
         self._memory: dict[str, int] = {}
@@ -51,8 +50,7 @@ class GpuSampler:
 
     def start(self) -> None:
         """Begin to sample."""
-        now = clock.now()
-        self._latest = (now, (), now + self.stale_s)
+        self._latest = (clock.now(), ())
         self._thread.start()
 
     def close(self) -> None:
@@ -64,7 +62,7 @@ class GpuSampler:
     def devices(self, now: float) -> tuple[Device, ...]:
         """The devices as of the last sample; none if there is no NVML, or none that answers. Never blocks."""
         latest = self._latest
-        hung = latest is not None and now > latest[2]
+        hung = latest is not None and now - latest[0] > self.stale_s
         if hung != self._hung:
             self._hung = hung
             if hung:
@@ -103,8 +101,7 @@ class GpuSampler:
                 self._nvml.close()
                 opened_at = now
             pause = self.interval_s if devices else min(2.0 * pause, self.retry_s)
-            # Where nothing is to be seen the next look is due late, and nothing is hung until then.
-            self._latest = (now, devices, now + self.stale_s + (0.0 if devices else pause))
+            self._latest = (now if devices else now + pause, devices)  # no figures are not stale while none are due
             self._stop.wait(pause)
         self._nvml.close()
 
