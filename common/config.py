@@ -110,6 +110,17 @@ class Retry(Section):
     """Retries as a share of recent requests, on top of a few a second."""
 
 
+class QueueSection(Section):
+    """The waiting room, for requests that nobody has room for. The tier that a request enters by holds it."""
+
+    max_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 1000
+    """Requests that may wait; further ones are refused at once, and 0 refuses all."""
+    max_tokens: Annotated[int, Field(ge=1)] = 4_000_000
+    """And tokens of them: prompts, and expected answers twice."""
+    timeout_s: Annotated[float, Field(ge=1.0, le=86_400.0)] = 30.0
+    """A request waits at most this long, then it is refused."""
+
+
 class Health(Section):
     """When an endpoint is left alone for its answers."""
 
@@ -386,6 +397,7 @@ class TierConfig(Section):
     limits: Limits = Limits()
     upstream: Upstream = Upstream()
     retry: Retry = Retry()
+    queue: QueueSection = QueueSection()
     health: Health = Health()
     drain: Drain = Drain()
     policy: PolicySection = PolicySection()

@@ -26,6 +26,7 @@ from common.affinity import Affinity
 from common.balancing import Balancing
 from common.config import TierConfig
 from common.errors import ConfigError, ConnectFailed, RejectedError
+from common.exchange import Exchange as ReplicaExchange
 from common.hung import HungPeers
 from common.local import local_app
 from common.membership import Membership
@@ -33,6 +34,7 @@ from common.policy.balancer import Policy
 from common.policy.candidate import Limits
 from common.policy.placement import placed
 from common.policy.stages import POLICIES, policy_named
+from common.policy.waiting import Bounds
 from common.quotes import Quotes
 from common.relay.asgi import AsgiApp, answer_with
 from common.relay.exchange import Exchange
@@ -158,6 +160,7 @@ class TierProcess:
             budget_ratio=config.retry.budget_ratio,
             sample_ratio=config.tracing.sample_ratio,
             rng=self._rng,
+            queue=Bounds(config.queue.max_requests, config.queue.max_tokens, config.queue.timeout_s),
             allowed_origins=config.cors.allowed_origins,
             dropped_headers=frozenset(n.lower().replace("_", "-").encode() for n in config.forward.drop_headers),
             comment_s=config.streaming.keepalive_comment_s,
@@ -181,6 +184,8 @@ class TierProcess:
         self._spawn(self._keys.follow(self.signer), "route keys")
         self._spawn(self._certificates.watch(), "certificates")
         self._spawn(self.quotes.run(), "quotes")
+        exchange = ReplicaExchange(self._affinity_store, self.node, self.balancing, self._replicas)
+        self._spawn(exchange.run(), "exchange between replicas")
         self._spawn(self._measure_round_trips(), "round trips")
         self._spawn(self._watchdog.run(), "watchdog")
         # The first request must not meet a process that has not heard yet what there is.
@@ -245,13 +250,19 @@ class TierProcess:
         self.pools = pools
         self._told.set()
         self.balancing.update(pools)
+        self.balancing.replicas(self.node, self._replicas())
         self.quotes.update(pools)
+        self.serving.queue.wake()
         before = self._peer_urls
         self._peer_urls = {p.id: p.url for pool in pools.values() for e in pool.endpoints for p in e.balancers}
         instances = {e.url for pool in pools.values() for e in pool.endpoints if e.url}
         self.relay.keep_only({*self._peer_urls.values(), *instances})
         for id_ in before.keys() - self._peer_urls.keys():
             self._hung.doubt(before[id_])
+
+    def _replicas(self) -> frozenset[str]:
+        """The other live balancers of our own node."""
+        return frozenset(p.id for p in self.membership.balancers(self.node) if p.id != self.id)
 
     def _heard_of(self, peer_id: str, heard: bool) -> None:
         """A balancer's reports have stopped, or come again."""

@@ -15,7 +15,7 @@ from math import exp, inf, log
 from random import Random
 from statistics import median
 
-from common.policy.candidate import NOTHING, Candidate, Limits, PoolFacts
+from common.policy.candidate import FULL_S, NOTHING, Candidate, Full, Limits, PoolFacts
 from common.policy.ewma import DecayingSum
 from common.policy.filters import Filter, serves_model
 from common.policy.health import State
@@ -93,6 +93,7 @@ class _Held:
         "first_at",
         "length",
         "mark",
+        "model",
         "output",
         "prompt",
         "read",
@@ -107,6 +108,7 @@ class _Held:
         self, candidate: Candidate, server: Server, request: InferenceRequest, uncached: float, terms: Terms, now: float
     ) -> None:
         self.candidate = candidate
+        self.model = request.model
         self.server = server
         self.estimate = candidate.estimates[0] if len(candidate.own) == 1 else None
         self.stream = request.stream
@@ -238,6 +240,17 @@ class Balancer:
         candidate = self.candidates.get(report.endpoint)
         if candidate is not None:
             candidate.told(report, now)
+
+    def answered_with(self, endpoint: str, said: LoadReport, now: float) -> None:
+        """What an instance said of its load beside an answer: newer than its report, but not all that a report has."""
+        candidate = self.candidates.get(endpoint)
+        if candidate is None:
+            return
+        known = candidate.report or LoadReport(endpoint)
+        if said.running is not None:
+            candidate.told(replace(known, age_s=0.0, running=said.running, waiting=said.waiting), now)
+        if said.kv_utilization is not None:
+            candidate.report = replace(candidate.report or known, kv_utilization=said.kv_utilization)
 
     def hear(self, replica: str, sums: Mapping[str, Sums], now: float) -> None:
         """What another balancer of this node has under way, by endpoint: all of it, each time."""
@@ -489,6 +502,8 @@ class Balancer:
             c.recent.add(1.0, now)
         if c.in_flight >= c.max_in_flight:
             self._qualified.clear()
+        if c.full and (full := c.full.get(c.queue_of(request.model))) is not None:
+            full.in_flight += 1
         if c.depth == 2:
             server, uncached = c.server, c.uncached_tokens(request)
             terms = marginal_cost(server, uncached, request.input_tokens, request.output_tokens)
@@ -593,9 +608,30 @@ class Balancer:
         if not self._held:
             self._unseen.clear()
         self._judge(c, outcome, now, unreachable=unreachable, trial=held.trial)
+        if c.full or outcome is Outcome.OVERLOADED:
+            self._filled(held, outcome, now)
         if outcome is Outcome.OVERLOADED:
-            c.busy_until = now + (retry_after_s if retry_after_s is not None else self.limits.busy_s)
+            if c.depth == 2:  # of a region or cluster others that it holds may have room
+                c.busy_until = now + (retry_after_s if retry_after_s is not None else self.limits.busy_s)
             self._qualified.clear()
+
+    def _filled(self, held: _Held, outcome: Outcome, now: float) -> None:
+        """Keep what its refusals tell of how much it takes."""
+        c, key = held.candidate, held.candidate.queue_of(held.model)
+        full = c.full.get(key)
+        if full is not None:
+            full.in_flight -= 1
+        elif outcome is Outcome.OVERLOADED and len(c.full) < MODELS_CACHED:
+            held_there = sum(h.candidate is c and c.queue_of(h.model) == key for h in self._held.values())
+            full = c.full[key] = Full(held_there)
+        if full is None:
+            return
+        if outcome is Outcome.OVERLOADED:
+            full.refused(now, pauses=c.depth < 2)
+        elif outcome is Outcome.SUCCESS:
+            full.took()
+        if now - full.refused_at > FULL_S:
+            del c.full[key]
 
     def _judge(self, c: Candidate, outcome: Outcome, now: float, *, unreachable: bool, trial: bool) -> None:
         """What the outcome says of its health."""
@@ -796,4 +832,5 @@ def _plain(c: Candidate, now: float) -> bool:
         and c.breaker.state is State.CLOSED
         and c.in_flight < c.max_in_flight
         and c.busy_until <= now
+        and not c.full
     )

@@ -34,6 +34,9 @@ FAILING_S = 20.0  # half-life of what is remembered of failures: share comes bac
 FAILING_STEP = 0.1  # how far one request moves the share
 FORGIVEN = 0.005  # a share below this is none
 FAILING_COST = 4.0  # at all failures a candidate costs five times as much
+FULL_STEP = 0.25  # by how much a success raises what a full endpoint is given: one refusal for four answers
+FULL_PAUSE_S = (0.1, 1.0)  # first and longest pause of an endpoint that refuses although it has nothing of ours
+FULL_S = 5.0  # without a refusal for so long it is full no more
 FOREIGN_LEAST = 0.5  # below half a request it is the delay of the report
 
 
@@ -46,6 +49,40 @@ class Limits:
     cooldown_s: float = 2.0
     max_ejected_ratio: float = 1.0  # of a pool that failures may eject, counted with the one that is to be
     busy_s: float = 1.0  # how long an endpoint that refused for load is left alone, unless it says
+
+
+class Full:
+    """How much of one model an endpoint takes, learned from its refusals as TCP learns a window (RFC 5681, AIMD).
+
+    What it held when it refused is what may be sent there; each success raises that a little. Where it held nothing of
+    ours others fill it, and it is asked again after a pause that doubles.
+    """
+
+    __slots__ = ("admits", "in_flight", "pause_s", "refused_at", "until")
+
+    def __init__(self, in_flight: int) -> None:
+        self.in_flight = in_flight
+        self.admits = 1.0
+        self.pause_s = 0.0
+        self.until = 0.0
+        self.refused_at = 0.0
+
+    def refused(self, now: float, *, pauses: bool) -> None:
+        """It took no more than what is in flight. `pauses`: it does not say itself when to come back."""
+        self.refused_at = now
+        self.admits = max(1.0, float(self.in_flight))
+        if pauses and not self.in_flight:
+            self.pause_s = min(2.0 * self.pause_s, FULL_PAUSE_S[1]) if self.pause_s else FULL_PAUSE_S[0]
+            self.until = now + self.pause_s
+
+    def took(self) -> None:
+        """It answered one."""
+        self.pause_s = 0.0
+        self.admits += FULL_STEP
+
+    def has_room(self, now: float) -> bool:
+        """Whether one more may be sent."""
+        return self.in_flight < int(self.admits) and now >= self.until
 
 
 class PoolFacts:
@@ -74,6 +111,7 @@ class Candidate:
         "failing_at",
         "foreign",
         "foreign_seen",
+        "full",
         "handicap",
         "heard",
         "in_flight",
@@ -109,6 +147,7 @@ class Candidate:
         self.max_in_flight = limits.max_in_flight
         self.in_flight = 0
         self.busy_until = 0.0
+        self.full: dict[str, Full] = {}  # by model, of a region or cluster; "" of an instance, which has one queue
         self.last_turn = 0
         self.learned_at = 0.0  # when a finished request last taught its speed
         self.pool = pool
@@ -170,6 +209,19 @@ class Candidate:
                 self.own[i], self.estimates[i] = kept[fresh.gpu]
                 self.own[i].counts(fresh.count)
         self.server = self.own[0]
+
+    # -- whether it has room -----------------------------------------------------------------------------------------
+
+    def queue_of(self, model: str) -> str:
+        """Which of its queues a request of that model goes to, as in `full`."""
+        return model if self.depth < 2 else ""
+
+    def has_room(self, request: InferenceRequest, now: float) -> bool:
+        """Below its bound, not cooling off after a refusal, and not known to be full of what the request is for."""
+        if self.in_flight >= self.max_in_flight or now < self.busy_until:
+            return False
+        full = self.full.get(self.queue_of(request.model)) if self.full else None
+        return full is None or full.has_room(now)
 
     # -- what it costs -----------------------------------------------------------------------------------------------
 
