@@ -174,8 +174,8 @@ class LoadReport:
     gpu_utilization: float | None = None  # fraction, 0…1
     gpu_memory_free_bytes: int | None = None
     generated_tokens: float | None = None  # counter since the server began
-    progress: float | None = None  # moves whenever work gets done there; only its changes mean something
     phase: Phase = Phase.SERVING
+    progress: float | None = None  # moves whenever work gets done there; only its changes mean something
 
 
 @dataclass(frozen=True, slots=True)
