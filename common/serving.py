@@ -47,7 +47,7 @@ from common.route import HEADER, RouteSigner
 from common.route import Route as RouteHeader
 from common.store.base import Placement
 from common.telemetry import Telemetry
-from common.types import InferenceRequest, Outcome, Path, Shed
+from common.types import InferenceRequest, Outcome, Path, Shed, Slo
 
 MAX_TRIES = 8  # hops tried for one request, refused connections and rejections included
 MAX_WAITS = 64  # times that a request waits for tiers that refused it for load, on top of the bounds of the room
@@ -98,6 +98,7 @@ class Serving:
         sample_ratio: float,
         rng: Random,
         queue: Bounds,
+        slo: Slo,
         allowed_origins: tuple[str, ...] = (),
         dropped_headers: frozenset[bytes] = frozenset(),
         comment_s: float = 0.0,
@@ -111,7 +112,7 @@ class Serving:
         self.signer = signer
         self.lengths = OutputLength()
         self.relay: Relay
-        self.intake = Intake(balancing, affinity, signer, self.lengths, verified_peers=verified_peers)
+        self.intake = Intake(balancing, affinity, signer, self.lengths, slo=slo, verified_peers=verified_peers)
         self.replies = Replies(allowed_origins)
         self.queue = Queue(queue, lambda route: balancing.release(route, Outcome.IGNORED))
         self._local = local
