@@ -37,6 +37,7 @@ FAILING_COST = 4.0  # at all failures a candidate costs five times as much
 FULL_STEP = 0.25  # by how much a success raises what a full endpoint is given: one refusal for four answers
 FULL_PAUSE_S = (0.1, 1.0)  # first and longest pause of an endpoint that refuses although it has nothing of ours
 FULL_S = 5.0  # without a refusal for so long it is full no more
+SAFE_SHARE = 0.9  # of a size that was too large is believed to fit: sizes are estimates
 SAFE_DOUBLES_S = 600.0  # a size that was too large is taken for half as large as it may be after this
 FOREIGN_LEAST = 0.5  # below half a request it is the delay of the report
 
@@ -156,7 +157,7 @@ class Candidate:
         self.learned_at = 0.0  # when a finished request last taught its speed
         self.pool = pool
         self.progress = Progress()
-        self.safe = inf  # a request of so many tokens has exhausted its memory
+        self.safe = inf  # tokens of the largest request that is believed to fit its memory
         self.safe_at = 0.0
         self.largest = 0.0  # tokens of the largest request it answered
         self.round_trip = Ewma(half_life_s=30.0)
@@ -326,7 +327,7 @@ class Candidate:
 
     def ran_out(self, tokens: float, now: float) -> None:
         """A request of this size exhausted its memory."""
-        self.safe, self.safe_at = min(tokens, self.safe_tokens(now)), now
+        self.safe, self.safe_at = min(SAFE_SHARE * tokens, self.safe_tokens(now)), now
 
     # -- what it is told ---------------------------------------------------------------------------------------------
 
