@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 from random import Random
+
+import structlog
 
 from common import answers, apis, clock, orca, tracecontext
 from common.affinity import Affinity
 from common.answers import Meaning
-from common.balancing import Balancing
+from common.balancing import NOBODY, Balancing
 from common.errors import (
     BadRequest,
     ConnectFailed,
@@ -29,10 +32,13 @@ from common.errors import (
     StreamBroken,
     UpstreamError,
 )
+from common.hook import Hook
 from common.intake import Intake
 from common.policy.admission import RetryBudget
 from common.policy.output_length import OutputLength
+from common.policy.quarantine import STRIKES, Quarantine
 from common.policy.stages import Route
+from common.policy.versions import Versions
 from common.policy.waiting import Bounds
 from common.queueing import WAITABLE, Queue, error_of
 from common.records import AttemptRecord, Ending, RequestRecord, StageRecord
@@ -42,18 +48,23 @@ from common.relay.exchange import Exchange
 from common.relay.keepalive import Pings
 from common.relay.relay import Relay
 from common.relay.sending import Answer, Sending, Verdict
-from common.replies import ATTEMPTS, DECISION, REJECTED, SERVED_BY, Replies
+from common.replies import ATTEMPTS, DECISION, OVERLOAD, REJECTED, SERVED_BY, STRUCK, Replies
 from common.route import HEADER, RouteSigner
 from common.route import Route as RouteHeader
 from common.store.base import Placement
 from common.telemetry import Telemetry
 from common.types import InferenceRequest, Outcome, Path, Shed, Slo
 
+log = structlog.get_logger()
+
 MAX_TRIES = 8  # hops tried for one request, refused connections and rejections included
 MAX_WAITS = 64  # times that a request waits for tiers that refused it for load, on top of the bounds of the room
 PEER_SLACK_S = 1.0  # by how much a tier waits longer than the one below it
-OVERLOAD = (429, 503, 529)
 ORCA_REQUEST = heads.lines([orca.REQUEST])
+FAILED = (424, 500, 502, 507)  # of a server: read before anybody is told, for another may do better
+SPOILED = (Meaning.OOM, Meaning.DEAD)  # failures over one request that say nothing of the next
+DEAD_S = 10.0  # a server that has just died is dead for this long: who comes later has not killed it
+DEATHS_REMEMBERED = 1024
 OUTCOMES = {  # of an answer that was passed on with a status of 500 or more; what is not here is a failure
     Meaning.OVERLOAD: Outcome.OVERLOADED,
     Meaning.LOADING: Outcome.OVERLOADED,
@@ -78,6 +89,7 @@ class _Carried:
     full: set[Path] = field(default_factory=set)  # refused it for load: asked again after it has waited
     waits: int = 0  # for those that refused it
     peers_lost: int = 0
+    meaning: Meaning = Meaning.FINE  # of the latest answer of a server
 
 
 class Serving:
@@ -99,6 +111,9 @@ class Serving:
         rng: Random,
         queue: Bounds,
         slo: Slo,
+        quarantine_s: float = 0.0,
+        versions: Versions | None = None,
+        hook: Hook | None = None,
         allowed_origins: tuple[str, ...] = (),
         dropped_headers: frozenset[bytes] = frozenset(),
         comment_s: float = 0.0,
@@ -112,9 +127,21 @@ class Serving:
         self.signer = signer
         self.lengths = OutputLength()
         self.relay: Relay
-        self.intake = Intake(balancing, affinity, signer, self.lengths, slo=slo, verified_peers=verified_peers)
+        self.intake = Intake(
+            balancing,
+            affinity,
+            signer,
+            self.lengths,
+            versions or Versions({}, {}),
+            slo=slo,
+            verified_peers=verified_peers,
+        )
         self.replies = Replies(allowed_origins)
         self.queue = Queue(queue, lambda route: balancing.release(route, Outcome.IGNORED))
+        self.quarantine = Quarantine(quarantine_s)
+        self._hook = hook or Hook("")
+        self._deaths: dict[Path, float] = {}  # when a server was last seen to die
+        self.on_versioned: Callable[[RequestRecord], None] = lambda record: None  # a request of a split ended
         self._local = local
         self._attempts = attempts
         self._budget = RetryBudget(budget_ratio)
@@ -140,6 +167,7 @@ class Serving:
         try:
             told = await self.intake.read(exchange, matched, record)
             self.telemetry.began(record)
+            self._refuse_quarantined(told.request)
             await self._carry(self._carried(exchange, api, record, context, told))
         except LBError as error:
             self.replies.error(exchange, api, record, error)
@@ -152,6 +180,8 @@ class Serving:
             if exchange.pings is not None:
                 exchange.pings.stop()
             self.telemetry.ended(record)
+            if record.version:
+                self.on_versioned(record)
 
     def _open(self, exchange: Exchange, api: apis.Api, context: tracecontext.TraceContext) -> RequestRecord:
         return RequestRecord(
@@ -229,11 +259,11 @@ class Serving:
                     continue
                 refusal = _sooner(refusal, answer)
                 c.exclude.add(route.target)
-                refused = answer.status in OVERLOAD or heads.find(answer.headers, REJECTED) is not None
-                if not refused or not self._may_retry(c):
+                if not self._refused(c, route, answer) or not self._may_retry(c):
                     break
         if refusal is not None:
-            self.replies.refusal(c.exchange, c.api, c.record, refusal)
+            failed = refusal.status in FAILED and not c.record.struck and heads.find(refusal.headers, REJECTED) is None
+            self.replies.refusal(c.exchange, c.api, c.record, refusal, failed=failed)
             return
         if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
             raise NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
@@ -242,6 +272,9 @@ class Serving:
     async def _next(self, c: _Carried) -> Route | Shed:
         """Where it may go now. Where all that could take it are full, it waits for its turn in the tier it entered."""
         route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
+        if isinstance(route, Shed) and c.request.version and route.reason in NOBODY:
+            c.request = replace(c.request, version="")  # rather another version than none
+            route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
         if isinstance(route, Route) or c.record.from_peer:
             return route
         shed = Shed("saturated", None, route.removed) if c.full else route
@@ -288,6 +321,7 @@ class Serving:
         try:
             answer = await self.relay.forward(route.url, self._sending(c, route, attempt))
             outcome, retry_after_s = self._judged(c, route, answer)
+            unreachable = c.meaning is Meaning.DEAD  # what answers for it is no server any more
             return answer
         except UpstreamError as error:
             attempt.error = error.code
@@ -338,7 +372,10 @@ class Serving:
             attempt.status = status
             if route.peer:
                 c.record.executions = max(c.record.executions, _int(heads.find(headers, ATTEMPTS)))
+                self._heard_of_strikes(c, _int(heads.find(headers, STRUCK)))
             if heads.find(headers, REJECTED) is not None if route.peer else status in OVERLOAD:
+                return Verdict.COLLECT
+            if not route.peer and status in FAILED:
                 return Verdict.COLLECT
             if exchange.status and not _continues_events(status, headers):
                 return Verdict.COLLECT  # keep-alive comments have begun another answer than this one
@@ -369,6 +406,12 @@ class Serving:
             sending.tries, sending.slack_s = self._attempts, PEER_SLACK_S * (3 - len(route.target))
         return sending
 
+    def _heard_of_strikes(self, c: _Carried, struck: int) -> None:
+        """What the tiers below have seen a prompt do to servers."""
+        for _ in range(min(struck, STRIKES) - c.record.struck):
+            c.record.struck += 1
+            self.quarantine.struck(c.request.fingerprint, clock.now(), certain=False)
+
     def _request_headers(self, c: _Carried, route: Route) -> bytes:
         if route.peer:
             told = RouteHeader(c.request, route.target, c.record.executions, c.visited)
@@ -385,15 +428,19 @@ class Serving:
             added.append((SERVED_BY, served_by))
         if c.record.from_peer:
             added.append((ATTEMPTS, b"%d" % c.record.executions))
+            if c.record.struck:
+                added.append((STRUCK, b"%d" % c.record.struck))
         return heads.lines(added)
 
     def _judged(self, c: _Carried, route: Route, answer: Answer) -> tuple[Outcome, float | None]:
         """What an answer says of the endpoint, and for how long it wants to be left alone."""
         c.record.status = answer.status
+        c.meaning = Meaning.FINE
         if answer.relayed:
             c.record.ending = Ending.COMPLETE
         if answer.status < 400:
             if answer.relayed:
+                self.quarantine.answered(c.request.fingerprint, clock.now())
                 self._learn(c, answer)
             return Outcome.SUCCESS, None
         if route.peer:  # its own tier has judged the server; what it refuses as full counts for its node
@@ -401,9 +448,10 @@ class Serving:
             return (Outcome.OVERLOADED, answers.retry_after(answer.headers)) if full else (Outcome.IGNORED, None)
         if answer.status in OVERLOAD:
             return Outcome.OVERLOADED, answers.retry_after(answer.headers)
-        if answer.status < 500:
+        if answer.status < 500 and answer.status not in FAILED:
             return Outcome.IGNORED, None
         reading = answers.classify(route.endpoint.engine, answer.status, answer.headers, answer.body)
+        c.meaning = reading.meaning
         return OUTCOMES.get(reading.meaning, Outcome.FAILED), reading.retry_after_s
 
     def _learn(self, c: _Carried, answer: Answer) -> None:
@@ -428,6 +476,15 @@ class Serving:
     def _may_retry(self, c: _Carried) -> bool:
         return c.record.executions < self._attempts and self._budget.take(clock.now())
 
+    def _refused(self, c: _Carried, route: Route, answer: Answer) -> bool:
+        """Whether an answer that was not passed on yet says that another server may do better."""
+        if c.meaning in SPOILED:
+            return self._spoiled(c, route, certain=c.meaning is Meaning.OOM)
+        if answer.status in OVERLOAD or heads.find(answer.headers, REJECTED) is not None:
+            return c.record.struck < STRIKES
+        c.record.served_by = "/".join(route.target)
+        return False
+
     async def _again_after(self, c: _Carried, route: Route, error: UpstreamError) -> bool:
         """Whether a failure may be tried elsewhere; excludes what failed."""
         if c.exchange.committed or c.exchange.ended:
@@ -443,9 +500,44 @@ class Serving:
         c.exclude.add(route.target)
         if isinstance(error, ConnectFailed):
             return self._budget.take(clock.now())
-        if isinstance(error, ResetBeforeByte) and not await self.relay.refuses(route.url):
-            return False  # the server is alive and may have executed it: never twice
+        if isinstance(error, ResetBeforeByte):
+            # A server that is alive may have executed it, and that never twice; one that died may have died of it.
+            gone = await self.relay.refuses(route.url)
+            return gone and self._spoiled(c, route, certain=False) and self._may_retry(c)
         return self._may_retry(c)
+
+    def _spoiled(self, c: _Carried, route: Route, *, certain: bool) -> bool:
+        """A server ran out of memory over a request, or died over it. Whether it may be tried elsewhere: once."""
+        now, request = clock.now(), c.request
+        died_at = self._deaths.setdefault(route.target, now)
+        if not certain and c.record.attempts[-1].at > died_at > now - DEAD_S:
+            return True  # it was dead when the request came
+        self._deaths[route.target] = now
+        if len(self._deaths) > DEATHS_REMEMBERED:
+            del self._deaths[next(iter(self._deaths))]
+        c.record.struck += 1
+        self.quarantine.struck(request.fingerprint, now, certain=certain)
+        c.exclude |= self.balancing.ran_out(route, request, certain=certain)
+        event = "instance_out_of_memory" if certain else "instance_died_over_a_prompt"
+        facts = {
+            "instance": "/".join(route.target),
+            "url": route.url,
+            "engine": route.endpoint.engine,
+            "tokens": round(request.input_tokens + request.output_tokens),
+            "trace_id": c.record.id,
+        }
+        log.warning(event, **facts)
+        self._hook.tell(event, **facts)
+        return c.record.struck < STRIKES and not self.quarantine.refused_for_s(request.fingerprint, now)
+
+    def _refuse_quarantined(self, request: InferenceRequest) -> None:
+        for_s = self.quarantine.refused_for_s(request.fingerprint, clock.now())
+        if for_s:
+            message = (
+                f"servers have run out of memory, or died, over this prompt {STRIKES} times; "
+                f"it is refused for another {ceil(for_s)} s"
+            )
+            raise BadRequest(message, status=422, code="prompt_quarantined")
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 

@@ -208,6 +208,8 @@ class InferenceRequest:
     priority: Priority = Priority.STANDARD
     deadline_s: float | None = None  # seconds from when this tier got it
     slo: Slo = NO_SLO
+    version: str = ""  # of the model, as in `policy.versions`; "": any
+    fingerprint: int = 0  # of the model and the prompt; 0: unknown
     operation: str = ""  # chat, embeddings, image_generation, …: the class of its path
 
 

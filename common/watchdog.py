@@ -13,6 +13,7 @@ import structlog
 from common import clock
 from common.balancing import Balancing
 from common.errors import FirstByteTimeout
+from common.hook import Hook
 from common.relay.relay import Relay
 
 log = structlog.get_logger()
@@ -24,10 +25,11 @@ LATE_S = 0.5  # a tick that is this much overdue shows that this process itself 
 class Watchdog:
     """Looks at all instances that this process sends to."""
 
-    def __init__(self, relay: Relay, balancing: Balancing, stall_s: float) -> None:
+    def __init__(self, relay: Relay, balancing: Balancing, stall_s: float, hook: Hook) -> None:
         self._relay = relay
         self._balancing = balancing
         self._stall_s = stall_s
+        self._hook = hook
 
     async def run(self) -> None:
         """Until cancelled; with a stall time of 0 nobody is suspected."""
@@ -56,4 +58,6 @@ class Watchdog:
                 url = watched[id_].endpoint.url
                 error = FirstByteTimeout("the server hangs: it has work and nothing comes from it")
                 given_up = self._relay.give_up_hung(url, error, sure=sure)
-                log.warning("instance_hangs", instance="/".join((*path, id_)), url=url, tried_elsewhere=given_up)
+                facts = {"instance": "/".join((*path, id_)), "url": url, "tried_elsewhere": given_up}
+                log.warning("instance_hangs", **facts)
+                self._hook.tell("instance_hangs", **facts)

@@ -20,7 +20,7 @@ from common.policy.ewma import DecayingSum
 from common.policy.filters import Filter, serves_model
 from common.policy.health import State
 from common.policy.pickers import Picker
-from common.policy.placement import ADAPTER_LOAD_S, Needs, adapters, having_loaded
+from common.policy.placement import ADAPTER_LOAD_S, Needs, adapters, having_loaded, kinds_of, memory_gb
 from common.policy.prediction import UNFIT, Terms, alike, class_speed, marginal_cost, prefill_steps
 from common.policy.progress import LONGEST_S, NO_SIGNS, Signs
 from common.policy.quote import QUOTE_INSTANCES, class_means
@@ -303,9 +303,10 @@ class Balancer:
             self._weights.arrived(now)
         if self._new:
             self._arrivals.add(1.0, now)
-        key: Key = request.model or request.api
+        need: str | tuple[str, int] = request.model or request.api
         if self._needs is not None:
-            key = self._needs.key(request)
+            need = self._needs.key(request)
+        key: Key = (need, request.version) if request.version else need
         if not exclude:
             plain = self._qualified.get(key)
             if plain is not None:
@@ -553,6 +554,8 @@ class Balancer:
         if by == "has_capacity":
             wait = min((c.busy_until - now for c in candidates), default=0.0)
             return Shed("saturated", max(wait, self.limits.busy_s), removed)
+        if by == "fits_memory":
+            return Shed("too_large", None, removed)
         if by == "not_loading":
             return Shed("loading", LOADING_S, removed)
         wait = min((c.breaker.retry_at - now for c in candidates), default=1.0) if by == "not_ejected" else 1.0
@@ -596,6 +599,7 @@ class Balancer:
         assert c.in_flight >= 0
         s.ended(held.prompt, held.output, held.context, now, decoding=held.decoding)
         if outcome is Outcome.SUCCESS:
+            c.fitted(held.length + held.output)
             self._learn(held, now, output_tokens)
             if cached_tokens is not None:
                 c.prefix.corrected(held.length - held.prompt, cached_tokens)
@@ -648,6 +652,24 @@ class Balancer:
                 self._qualified.clear()
             if was_open and breaker.state is State.CLOSED:
                 self._starts(c, now)
+
+    def ran_out(self, id_: str, request: InferenceRequest, now: float, *, certain: bool) -> frozenset[str]:
+        """An instance's memory was too small for a request; not `certain`: it died over it, for whatever reason.
+
+        Returns those that are no larger, if any is larger.
+        """
+        c = self.candidates.get(id_)
+        if c is None:
+            return frozenset()
+        tokens = request.input_tokens + request.output_tokens
+        if certain or tokens > c.largest:
+            c.ran_out(tokens, now)
+            self._qualified.clear()
+        size = _size(c)
+        others = {i: _size(o) for i, o in self.candidates.items() if o.endpoint.serves(request.model)}
+        if not any(_larger(other, size) for other in others.values()):
+            return frozenset()
+        return frozenset(i for i, other in others.items() if not _larger(other, size))
 
     def _may_eject(self) -> bool:
         """Whether one more may be left alone for its failures."""
@@ -775,8 +797,8 @@ SLOW_START_SHARE = 2.0  # of its fair share in any second
 CLASS_SAMPLES = 200  # of a class; newcomers start from what these said
 
 
-Key = str | tuple[str, int]
-"""What the list of those that serve a request is remembered by: its model or API, and the number of its need."""
+Key = str | tuple[str, int] | tuple[str | tuple[str, int], str]
+"""What the list of those that serve a request is remembered by: its model or API, number of its need, version."""
 
 Class = tuple[str, frozenset[str]]
 """(GPU class, models): instances that agree in both are as fast as each other until they prove otherwise."""
@@ -795,6 +817,22 @@ def _scaled(speed: Speed, times: float) -> Speed:
         gamma_s=speed.gamma_s * times,
         prefill_tokens_per_s=speed.prefill_tokens_per_s / times,
     )
+
+
+def _size(c: Candidate) -> tuple[float, float]:
+    """(memory in GB, 0 unknown; KV memory in tokens) of an instance."""
+    kind = kinds_of(c.endpoint)[0]
+    return memory_gb(kind), c.server.speed.kv_tokens
+
+
+def _larger(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether the one has more memory, or else more room for keys and values, by more than a rounding."""
+    if one[0] and other[0] and one[0] != other[0]:
+        return one[0] > LARGER * other[0]
+    return one[1] > LARGER * other[1]
+
+
+LARGER = 1.05
 
 
 def _due(held: _Held) -> tuple[float, float]:
@@ -833,4 +871,5 @@ def _plain(c: Candidate, now: float) -> bool:
         and c.in_flight < c.max_in_flight
         and c.busy_until <= now
         and not c.full
+        and c.safe == inf
     )

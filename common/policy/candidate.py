@@ -37,6 +37,8 @@ FAILING_COST = 4.0  # at all failures a candidate costs five times as much
 FULL_STEP = 0.25  # by how much a success raises what a full endpoint is given: one refusal for four answers
 FULL_PAUSE_S = (0.1, 1.0)  # first and longest pause of an endpoint that refuses although it has nothing of ours
 FULL_S = 5.0  # without a refusal for so long it is full no more
+SAFE_SHARE = 0.9  # of a size that was too large is believed to fit: sizes are estimates
+SAFE_DOUBLES_S = 600.0  # a size that was too large is taken for half as large as it may be after this
 FOREIGN_LEAST = 0.5  # below half a request it is the delay of the report
 
 
@@ -116,6 +118,7 @@ class Candidate:
         "heard",
         "in_flight",
         "in_flight_reported",
+        "largest",
         "last_turn",
         "learned_at",
         "limits",
@@ -133,6 +136,8 @@ class Candidate:
         "report_at",
         "response_s",
         "round_trip",
+        "safe",
+        "safe_at",
         "sent",
         "server",
         "started_at",
@@ -152,6 +157,9 @@ class Candidate:
         self.learned_at = 0.0  # when a finished request last taught its speed
         self.pool = pool
         self.progress = Progress()
+        self.safe = inf  # tokens of the largest request that is believed to fit its memory
+        self.safe_at = 0.0
+        self.largest = 0.0  # tokens of the largest request it answered
         self.round_trip = Ewma(half_life_s=30.0)
         self.report: LoadReport | None = None
         self.report_at = 0.0
@@ -298,6 +306,28 @@ class Candidate:
         v = s.speed
         busy_s = uncached / v.prefill_tokens_per_s + request.output_tokens * (v.alpha_s / v.slots + v.beta_s)
         return busy_s * s.price_usd_per_hour / 3600.0
+
+    # -- its memory ----------------------------------------------------------------------------------------------
+
+    def safe_tokens(self, now: float) -> float:
+        """Requests of fewer tokens are believed to fit; what was learned is doubted more and more."""
+        if self.safe == inf:
+            return inf
+        tokens: float = self.safe * 2.0 ** ((now - self.safe_at) / SAFE_DOUBLES_S)
+        if tokens > self.server.speed.kv_tokens:
+            self.safe = inf
+            return inf
+        return tokens
+
+    def fitted(self, tokens: float) -> None:
+        """A request of this size was answered."""
+        self.largest = max(self.largest, tokens)
+        if tokens >= self.safe:
+            self.safe = inf
+
+    def ran_out(self, tokens: float, now: float) -> None:
+        """A request of this size exhausted its memory."""
+        self.safe, self.safe_at = min(SAFE_SHARE * tokens, self.safe_tokens(now)), now
 
     # -- what it is told ---------------------------------------------------------------------------------------------
 
