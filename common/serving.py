@@ -57,20 +57,22 @@ from common.types import InferenceRequest, Outcome, Path, Shed, Slo
 
 log = structlog.get_logger()
 
+MOST_READ = 65_536  # bytes of an answer that is read before it is passed on; larger ones are no errors' words
 MAX_TRIES = 8  # hops tried for one request, refused connections and rejections included
 MAX_WAITS = 64  # times that a request waits for tiers that refused it for load, on top of the bounds of the room
 PEER_SLACK_S = 1.0  # by how much a tier waits longer than the one below it
 ORCA_REQUEST = heads.lines([orca.REQUEST])
-FAILED = (424, 500, 502, 507)  # of a server: read before anybody is told, for another may do better
 SPOILED = (Meaning.OOM, Meaning.DEAD)  # failures over one request that say nothing of the next
 DEAD_S = 10.0  # a server that has just died is dead for this long: who comes later has not killed it
 DEATHS_REMEMBERED = 1024
-OUTCOMES = {  # of an answer that was passed on with a status of 500 or more; what is not here is a failure
+OUTCOMES = {  # of what a server's answer means; what is not here is a failure
+    Meaning.FINE: Outcome.SUCCESS,
     Meaning.OVERLOAD: Outcome.OVERLOADED,
     Meaning.LOADING: Outcome.OVERLOADED,
     Meaning.CLIENT: Outcome.IGNORED,
     Meaning.NO_MODEL: Outcome.IGNORED,
 }
+ELSEWHERE = (Meaning.OVERLOAD, Meaning.LOADING, Meaning.NO_MODEL, *SPOILED)
 
 
 @dataclass(slots=True)
@@ -89,7 +91,7 @@ class _Carried:
     full: set[Path] = field(default_factory=set)  # refused it for load: asked again after it has waited
     waits: int = 0  # for those that refused it
     peers_lost: int = 0
-    meaning: Meaning = Meaning.FINE  # of the latest answer of a server
+    meaning: Meaning = Meaning.FINE  # of the last answer that was read here
 
 
 class Serving:
@@ -259,11 +261,11 @@ class Serving:
                     continue
                 refusal = _sooner(refusal, answer)
                 c.exclude.add(route.target)
-                if not self._refused(c, route, answer) or not self._may_retry(c):
+                if not self._moves(c, route, answer) or not self._may_retry(c):
                     break
         if refusal is not None:
-            failed = refusal.status in FAILED and not c.record.struck and heads.find(refusal.headers, REJECTED) is None
-            self.replies.refusal(c.exchange, c.api, c.record, refusal, failed=failed)
+            moves = heads.find(refusal.headers, REJECTED) is not None or c.meaning in ELSEWHERE
+            self.replies.refusal(c.exchange, c.api, c.record, refusal, final=not moves)
             return
         if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
             raise NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
@@ -373,9 +375,7 @@ class Serving:
             if route.peer:
                 c.record.executions = max(c.record.executions, _int(heads.find(headers, ATTEMPTS)))
                 self._heard_of_strikes(c, _int(heads.find(headers, STRUCK)))
-            if heads.find(headers, REJECTED) is not None if route.peer else status in OVERLOAD:
-                return Verdict.COLLECT
-            if not route.peer and status in FAILED:
+            if heads.find(headers, REJECTED) is not None if route.peer else _is_read(route, status, headers):
                 return Verdict.COLLECT
             if exchange.status and not _continues_events(status, headers):
                 return Verdict.COLLECT  # keep-alive comments have begun another answer than this one
@@ -438,21 +438,32 @@ class Serving:
         c.meaning = Meaning.FINE
         if answer.relayed:
             c.record.ending = Ending.COMPLETE
-        if answer.status < 400:
-            if answer.relayed:
-                self.quarantine.answered(c.request.fingerprint, clock.now())
-                self._learn(c, answer)
-            return Outcome.SUCCESS, None
         if route.peer:  # its own tier has judged the server; what it refuses as full counts for its node
+            if answer.status < 400:
+                if answer.relayed:
+                    self._succeeded(c, answer)
+                return Outcome.SUCCESS, None
             full = not answer.relayed and heads.find(answer.headers, REJECTED) == b"saturated"
             return (Outcome.OVERLOADED, answers.retry_after(answer.headers)) if full else (Outcome.IGNORED, None)
-        if answer.status in OVERLOAD:
-            return Outcome.OVERLOADED, answers.retry_after(answer.headers)
-        if answer.status < 500 and answer.status not in FAILED:
-            return Outcome.IGNORED, None
-        reading = answers.classify(route.endpoint.engine, answer.status, answer.headers, answer.body)
-        c.meaning = reading.meaning
-        return OUTCOMES.get(reading.meaning, Outcome.FAILED), reading.retry_after_s
+        engine = route.endpoint.engine
+        said = answer.body if answer.status >= 400 else answer.observer.suspect()
+        if answer.status < 400 and not said:
+            c.meaning = Meaning.FINE
+        else:
+            reading = answers.classify(engine, answer.status, answer.headers, said)
+            c.meaning, retry_after_s = reading.cause, reading.retry_after_s
+            if answer.status == 503 and c.meaning is Meaning.FAILED and engine not in answers.TELLS_BUSY:
+                c.meaning = Meaning.OVERLOAD
+            if c.meaning is not Meaning.FINE:
+                c.record.error = c.meaning.value if answer.status < 400 else c.record.error
+                return OUTCOMES.get(c.meaning, Outcome.FAILED), retry_after_s
+        if answer.relayed and answer.status < 400:
+            self._succeeded(c, answer)
+        return Outcome.SUCCESS, None
+
+    def _succeeded(self, c: _Carried, answer: Answer) -> None:
+        self.quarantine.answered(c.request.fingerprint, clock.now())
+        self._learn(c, answer)
 
     def _learn(self, c: _Carried, answer: Answer) -> None:
         if not c.record.from_peer:
@@ -473,17 +484,16 @@ class Serving:
 
     # -- whether to try again ----------------------------------------------------------------------------------------
 
-    def _may_retry(self, c: _Carried) -> bool:
-        return c.record.executions < self._attempts and self._budget.take(clock.now())
-
-    def _refused(self, c: _Carried, route: Route, answer: Answer) -> bool:
-        """Whether an answer that was not passed on yet says that another server may do better."""
+    def _moves(self, c: _Carried, route: Route, answer: Answer) -> bool:
+        """Whether what was answered is a reason to try elsewhere."""
+        if route.peer:
+            return heads.find(answer.headers, REJECTED) is not None and c.record.struck < STRIKES
         if c.meaning in SPOILED:
             return self._spoiled(c, route, certain=c.meaning is Meaning.OOM)
-        if answer.status in OVERLOAD or heads.find(answer.headers, REJECTED) is not None:
-            return c.record.struck < STRIKES
-        c.record.served_by = "/".join(route.target)
-        return False
+        return c.meaning in ELSEWHERE
+
+    def _may_retry(self, c: _Carried) -> bool:
+        return c.record.executions < self._attempts and self._budget.take(clock.now())
 
     async def _again_after(self, c: _Carried, route: Route, error: UpstreamError) -> bool:
         """Whether a failure may be tried elsewhere; excludes what failed."""
@@ -537,7 +547,7 @@ class Serving:
                 f"servers have run out of memory, or died, over this prompt {STRIKES} times; "
                 f"it is refused for another {ceil(for_s)} s"
             )
-            raise BadRequest(message, status=422, code="prompt_quarantined")
+            raise BadRequest(message, status=413, code="prompt_quarantined")
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -559,6 +569,13 @@ class Serving:
         for hop in route.hops:
             span_id = tracecontext.new_span_id(self._rng)
             c.record.stages.append(StageRecord(hop.path, hop.pick, hop.takeover, now, span_id))
+
+
+def _is_read(route: Route, status: int, headers: heads.Headers) -> bool:
+    """Whether a server's answer is read before it is passed on, since it may be tried elsewhere; not if it is large."""
+    if status in OVERLOAD:
+        return True
+    return answers.may_move(route.endpoint.engine, status) and _int(heads.find(headers, b"content-length")) <= MOST_READ
 
 
 def _int(value: bytes | None) -> int:

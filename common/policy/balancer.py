@@ -554,8 +554,6 @@ class Balancer:
         if by == "has_capacity":
             wait = min((c.busy_until - now for c in candidates), default=0.0)
             return Shed("saturated", max(wait, self.limits.busy_s), removed)
-        if by == "fits_memory":
-            return Shed("too_large", None, removed)
         if by == "not_loading":
             return Shed("loading", LOADING_S, removed)
         wait = min((c.breaker.retry_at - now for c in candidates), default=1.0) if by == "not_ejected" else 1.0
@@ -673,6 +671,8 @@ class Balancer:
 
     def _may_eject(self) -> bool:
         """Whether one more may be left alone for its failures."""
+        if len(self.candidates) == 1:
+            return True  # nobody else would be hurt, and who asks is told at once
         ejected = sum(c.breaker.state is not State.CLOSED for c in self.candidates.values())
         return ejected + 1 <= self.limits.max_ejected_ratio * len(self.candidates) + 1e-9
 

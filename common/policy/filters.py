@@ -55,9 +55,9 @@ def has_capacity(request: InferenceRequest, candidates: Sequence[Candidate], now
 
 
 def fits_memory(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
-    """Is not known to run out of memory over requests of this size."""
+    """Is not known to run out of memory over requests of this size, as long as there is another."""
     tokens = request.input_tokens + request.output_tokens
-    return [c for c in candidates if tokens < c.safe_tokens(now)]
+    return [c for c in candidates if tokens < c.safe_tokens(now)] or list(candidates)
 
 
 ENGINES_OF = {"ollama": ("ollama",), "kserve": ("triton",), "torchserve": ("torchserve",)}

@@ -72,7 +72,7 @@ async def test_one_poison_prompt_takes_down_two_servers_at_most_and_is_refused_t
         assert first.status >= 500
         for _ in range(5):
             again = await send(world, POISON)
-            assert again.status == 422, again
+            assert again.status == 413, again
             assert again.json()["error"]["code"] == "prompt_quarantined"
         dead = {"a", "b", "c", "d"} - await alive(world)
         assert len(dead) <= 2
