@@ -17,7 +17,6 @@ from common.errors import BadRequest, Draining, ModelNotFound, NoEndpoints
 from common.policy.input_length import InputLength
 from common.policy.output_length import OutputLength
 from common.records import RequestRecord
-from common.relay import heads
 from common.relay.coding import decoded
 from common.relay.exchange import Exchange
 from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
@@ -51,7 +50,7 @@ class Intake:
 
     async def read(self, exchange: Exchange, matched: apis.Match, record: RequestRecord) -> Route:
         """What policy needs to know. Raises BadRequest, ModelNotFound, NoEndpoints or Draining."""
-        header = heads.find(exchange.headers, HEADER)
+        header = exchange.fields.get(HEADER)
         told = self._told(exchange, header, record) if header is not None else None
         if told is None:
             told = Route(await self._understand(exchange, matched, record), ())
@@ -82,7 +81,9 @@ class Intake:
         return told
 
     async def _understand(self, exchange: Exchange, matched: apis.Match, record: RequestRecord) -> InferenceRequest:
-        if any(key == b"via" and self.pseudonym in value for key, value in exchange.headers):
+        if b"via" in exchange.fields and any(
+            key == b"via" and self.pseudonym in value for key, value in exchange.headers
+        ):
             message = (
                 "the request comes back from what was taken for a server: an instance is a balancer of this system"
             )
@@ -101,7 +102,7 @@ class Intake:
             raise NoEndpoints("no instance is registered yet", retry_after_s=1.0)
         if not api.model_optional and not balancing.known(model) and not balancing.any_model():
             raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
-        hints = apis.read_hints(exchange.header)
+        hints = apis.NO_HINTS if apis.HINTS.isdisjoint(exchange.fields) else apis.read_hints(exchange.header)
         input_tokens = self.inputs.expect(model, ask.size, ask.items)
         request = InferenceRequest(
             record.id,
@@ -137,4 +138,4 @@ class Intake:
             exchange.body = await asyncio.to_thread(decoded, exchange.body, codings, limit)
         else:
             exchange.body = decoded(exchange.body, codings, limit)
-        exchange.headers = [(k, v) for k, v in exchange.headers if k != b"content-encoding"]
+        exchange.drop(b"content-encoding")

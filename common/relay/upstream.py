@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from math import inf
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import httptools
 
@@ -45,6 +45,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_heard",
         "_hold",
         "_keep",
+        "_length",
         "_out",
         "_parser",
         "_pool",
@@ -64,10 +65,12 @@ class UpstreamConnection(asyncio.Protocol):
 
     def __init__(self, pool: AddressPool) -> None:
         self._pool = pool
-        self._parser: httptools.HttpResponseParser | None = None
+        # One for all answers: making one costs as much as parsing.
+        self._parser: Any = httptools.HttpResponseParser(self)
         self._sending: Sending | None = None
         self._future: asyncio.Future[Answer] | None = None
         self._headers: heads.Headers = []
+        self._length: bytes | None = None  # the answer's content-length
         self._out: list[bytes] = []
         self._hold: EventHold | None = None
         self._collected = self._head_bytes = 0
@@ -91,7 +94,6 @@ class UpstreamConnection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self._sending = sending
         self._future = loop.create_future()
-        self._parser = httptools.HttpResponseParser(self)
         self.answer = self._hold = None
         self._done = self._chunked = self._until_close = self._whole = self._heard = self._started = False
         self._collected = self._head_bytes = 0
@@ -140,7 +142,7 @@ class UpstreamConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes of an answer."""
         sending = self._sending
-        if self._parser is None or sending is None:
+        if sending is None:
             self.transport.abort()  # a server that speaks unasked cannot be trusted with the next request
             return
         self._heard = True
@@ -169,6 +171,7 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection ended."""
         self.closed = True
+        self._parser = None  # it refers to us: freed at once and not by the collector
         self._pool.ended(self)
         if self._sending is None:
             return
@@ -215,19 +218,19 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """The head of the answer: judge it."""
-        assert self._parser is not None
         status = self._parser.get_status_code()
         if status < 200 or self._done:
             return
         assert self._sending is not None
         sending, exchange, headers = self._sending, self._sending.exchange, self._headers
         self._keep = self._parser.should_keep_alive()
-        content_type = (heads.find(headers, b"content-type") or b"").decode("latin-1")
-        observer = Observer(content_type, coded=heads.find(headers, b"content-encoding") is not None)
+        fields = dict(reversed(headers))
+        content_type = fields.get(b"content-type", b"").decode("latin-1")
+        observer = Observer(content_type, coded=b"content-encoding" in fields)
         relay = sending.judge(status, headers) is Verdict.RELAY
         self.answer = Answer(status, headers, relay, observer)
-        length = heads.find(headers, b"content-length")
-        coded = heads.find(headers, b"transfer-encoding") is not None
+        self._length = length = fields.get(b"content-length")
+        coded = b"transfer-encoding" in fields
         body = heads.has_body(exchange.method, status)
         self._until_close = body and not coded and length is None
         if not body:
@@ -286,12 +289,11 @@ class UpstreamConnection(asyncio.Protocol):
         exchange.committed = True
         exchange.body = sending.body = b""
         body = heads.has_body(exchange.method, answer.status)
-        length = heads.find(answer.headers, b"content-length")
         ahead = exchange.status != 0  # keep-alive comments have begun the answer, with a head of our own
         if ahead:
             self._chunked = exchange.chunked
         else:
-            added = sending.added + self._framing(exchange, answer, length, body=body)
+            added = sending.added + self._framing(exchange, answer, body=body)
             head = heads.response_head(answer.status, answer.headers, added, sending.replaced)
         exchange.status = answer.status
         if self._chunked:
@@ -299,10 +301,10 @@ class UpstreamConnection(asyncio.Protocol):
         if not ahead:
             self._out.insert(0, head)
 
-    def _framing(self, exchange: Exchange, answer: Answer, length: bytes | None, *, body: bool) -> bytes:
+    def _framing(self, exchange: Exchange, answer: Answer, *, body: bool) -> bytes:
         """The lines of the head that frame the body for this client."""
-        if length is not None and heads.find(answer.headers, b"transfer-encoding") is None:
-            return b"content-length: %b\r\n%b" % (length, exchange.connection_line)
+        if self._length is not None and heads.find(answer.headers, b"transfer-encoding") is None:
+            return b"content-length: %b\r\n%b" % (self._length, exchange.connection_line)
         if not body:
             return exchange.connection_line
         if not exchange.old:
@@ -319,7 +321,7 @@ class UpstreamConnection(asyncio.Protocol):
         assert answer is not None
         if answer.relayed:
             self._last_bytes(sending)
-        self._sending = self._future = self._parser = None
+        self._sending = self._future = None
         self.deadline = inf
         if answer.relayed:
             sending.exchange.client.finished()
@@ -354,12 +356,12 @@ class UpstreamConnection(asyncio.Protocol):
             return
         if answer is not None and not answer.relayed:  # it has refused, which its body only explains
             answer.cut = True
-            future, self._future, self._sending, self._parser = self._future, None, None, None
+            future, self._future, self._sending = self._future, None, None
             if future is not None and not future.done():
                 future.set_result(answer)
         elif not sending.exchange.committed:
             if answer is not None and self._whole:
-                declared = (heads.find(answer.headers, b"content-length") or b"").decode()
+                declared = (self._length or b"").decode()
                 message += f" after {answer.observer.bytes} of {declared} bytes of the answer's declared length"
             self._fail(ResetBeforeByte(message))
         else:
@@ -377,7 +379,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _fail(self, error: UpstreamError) -> None:
         future, self._future = self._future, None
-        self._sending = self._parser = None
+        self._sending = None
         self.deadline = inf
         self._out.clear()
         if future is not None and not future.done():
