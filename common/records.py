@@ -70,10 +70,14 @@ class RequestRecord:
     tenant: str = ""
     has_session: bool = False
     input_tokens: int = 0
+    input_bytes: int = 0  # of the prompt's text, where this process read it
+    input_items: int = 0  # images, clips and the like beside it
     output_tokens: float | None = None
     predicted_output_tokens: float | None = None
     stages: list[StageRecord] = field(default_factory=list)
     attempts: list[AttemptRecord] = field(default_factory=list)
+    queued_at: float | None = None  # when it first came to wait here for a server with room
+    queued_s: float = 0.0  # how long it waited, all times together
     executions: int = 0  # servers that were sent it so far, by this tier and all others
     served_by: str = ""  # region/cluster/instance
     first_byte_at: float | None = None

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
-from common import answers, apis, clock, tracecontext
+from common import answers, apis, clock, orca, tracecontext
 from common.affinity import Affinity
 from common.answers import Meaning
 from common.balancing import Balancing
@@ -21,6 +21,7 @@ from common.errors import (
     ConnectFailed,
     FirstByteTimeout,
     LBError,
+    Loading,
     NoEndpoints,
     RejectedError,
     ResetBeforeByte,
@@ -32,6 +33,8 @@ from common.intake import Intake
 from common.policy.admission import RetryBudget
 from common.policy.output_length import OutputLength
 from common.policy.stages import Route
+from common.policy.waiting import Bounds
+from common.queueing import WAITABLE, Queue, error_of
 from common.records import AttemptRecord, Ending, RequestRecord, StageRecord
 from common.relay import cors, heads
 from common.relay.body import Observer
@@ -47,8 +50,10 @@ from common.telemetry import Telemetry
 from common.types import InferenceRequest, Outcome, Path, Shed
 
 MAX_TRIES = 8  # hops tried for one request, refused connections and rejections included
+MAX_WAITS = 64  # times that a request waits for tiers that refused it for load, on top of the bounds of the room
 PEER_SLACK_S = 1.0  # by how much a tier waits longer than the one below it
 OVERLOAD = (429, 503, 529)
+ORCA_REQUEST = heads.lines([orca.REQUEST])
 OUTCOMES = {  # of an answer that was passed on with a status of 500 or more; what is not here is a failure
     Meaning.OVERLOAD: Outcome.OVERLOADED,
     Meaning.LOADING: Outcome.OVERLOADED,
@@ -69,7 +74,9 @@ class _Carried:
     context: tracecontext.TraceContext
     headers: bytes  # the client's, as they go on
     visited: tuple[str, ...]
-    exclude: set[Path]
+    exclude: set[Path]  # failed it
+    full: set[Path] = field(default_factory=set)  # refused it for load: asked again after it has waited
+    waits: int = 0  # for those that refused it
     peers_lost: int = 0
 
 
@@ -90,6 +97,7 @@ class Serving:
         budget_ratio: float,
         sample_ratio: float,
         rng: Random,
+        queue: Bounds,
         allowed_origins: tuple[str, ...] = (),
         dropped_headers: frozenset[bytes] = frozenset(),
         comment_s: float = 0.0,
@@ -105,6 +113,7 @@ class Serving:
         self.relay: Relay
         self.intake = Intake(balancing, affinity, signer, self.lengths, verified_peers=verified_peers)
         self.replies = Replies(allowed_origins)
+        self.queue = Queue(queue, lambda route: balancing.release(route, Outcome.IGNORED))
         self._local = local
         self._attempts = attempts
         self._budget = RetryBudget(budget_ratio)
@@ -193,8 +202,10 @@ class Serving:
         self._budget.request(clock.now())
         refusal: Answer | None = None
         failure: LBError | None = None
-        for _ in range(MAX_TRIES):
-            route = self.balancing.route(c.request, c.node, frozenset(c.exclude))
+        tries = 0
+        while tries < MAX_TRIES:
+            tries += 1
+            route = await self._next(c)
             if isinstance(route, Shed):
                 nothing_left = self._shed(c, route)
                 failure = failure or nothing_left
@@ -213,6 +224,12 @@ class Serving:
             else:
                 if answer.relayed:
                     return
+                full = _full(answer)
+                if full is not None:  # nothing was dispatched: a sibling may have room, and else it waits
+                    failure = error_of(full)
+                    c.full.add(route.target)
+                    tries -= 1
+                    continue
                 refusal = _sooner(refusal, answer)
                 c.exclude.add(route.target)
                 refused = answer.status in OVERLOAD or heads.find(answer.headers, REJECTED) is not None
@@ -224,6 +241,34 @@ class Serving:
         if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
             raise NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
         raise failure or NoEndpoints()
+
+    async def _next(self, c: _Carried) -> Route | Shed:
+        """Where it may go now. Where all that could take it are full, it waits for its turn in the tier it entered."""
+        route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
+        if isinstance(route, Route) or c.record.from_peer:
+            return route
+        shed = Shed("saturated", None, route.removed) if c.full else route
+        if not self.queue.takes(shed):
+            return route
+        if c.full:
+            c.full.clear()
+            c.waits += 1
+            if c.waits > MAX_WAITS:
+                return route
+        began = clock.now()
+        if c.record.queued_at is None:
+            c.record.queued_at = began
+        self.telemetry.queued.value += 1
+        try:
+            return await self.queue.route(
+                c.request,
+                lambda: self.balancing.route(c.request, c.node, frozenset(c.exclude)),
+                shed,
+                c.record.queued_at,
+            )
+        finally:
+            self.telemetry.queued.value -= 1
+            c.record.queued_s += clock.now() - began
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
@@ -263,24 +308,24 @@ class Serving:
             raise
         finally:
             attempt.ended_at = clock.now()
+            cached = None
+            if answer is not None and answer.relayed and c.api.generates and not route.peer:
+                cached = answer.observer.cached_tokens()
             if route.peer:
                 self.balancing.peer_done(route.peer.id, reached=answer is not None)
             self.balancing.release(
                 route,
                 outcome,
                 output_tokens=c.record.output_tokens,
+                cached_tokens=cached,
                 unreachable=unreachable,
                 retry_after_s=retry_after_s,
             )
+            self.queue.wake()
 
     def _sending(self, c: _Carried, route: Route, attempt: AttemptRecord) -> Sending:
         pool = self.relay.pool(route.url)
-        added = c.context.header(attempt.span_id)
-        if route.peer:
-            told = RouteHeader(c.request, route.target, c.record.executions, c.visited)
-            added += b"%b: %b\r\n" % (HEADER, self.signer.sign(told))
-        else:
-            added += self._via
+        added = c.context.header(attempt.span_id) + self._request_headers(c, route)
         exchange = c.exchange
         has_body = exchange.method not in (b"GET", b"HEAD") or bool(exchange.body)
         head = heads.request_head(
@@ -303,7 +348,11 @@ class Serving:
             sending.added = self._response_headers(c, route, headers)
             if self.replies.cors and not c.record.from_peer:
                 sending.added += heads.lines(self.replies.cors.answer(exchange.headers))
-                sending.replaced = cors.PREFIX
+                sending.replaced = (cors.PREFIX,)
+            if not route.peer and (load := heads.find(headers, orca.HEADER)) is not None:
+                self.balancing.engine_load(route, orca.parse(load))
+                if heads.find(exchange.headers, orca.REQUEST[0]) is None:  # it is we who asked
+                    sending.replaced += (orca.HEADER,)
             return Verdict.RELAY
 
         def first_byte() -> None:
@@ -321,6 +370,14 @@ class Serving:
         if route.peer:  # the tier next to the server gives up first: it alone knows whom to blame, and where to go on
             sending.tries, sending.slack_s = self._attempts, PEER_SLACK_S * (3 - len(route.target))
         return sending
+
+    def _request_headers(self, c: _Carried, route: Route) -> bytes:
+        if route.peer:
+            told = RouteHeader(c.request, route.target, c.record.executions, c.visited)
+            return b"%b: %b\r\n" % (HEADER, self.signer.sign(told))
+        if route.endpoint.engine in orca.ENGINES and heads.find(c.exchange.headers, orca.REQUEST[0]) is None:
+            return self._via + ORCA_REQUEST
+        return self._via
 
     def _response_headers(self, c: _Carried, route: Route, headers: heads.Headers) -> bytes:
         served_by = heads.find(headers, SERVED_BY) if route.peer else "/".join(route.target).encode()
@@ -352,6 +409,10 @@ class Serving:
         return OUTCOMES.get(reading.meaning, Outcome.FAILED), reading.retry_after_s
 
     def _learn(self, c: _Carried, answer: Answer) -> None:
+        if not c.record.from_peer:
+            counted = answer.observer.input_tokens()
+            if counted is not None:
+                self.intake.learn(c.record, counted)
         if not c.api.generates:
             return
         tokens = answer.observer.output_tokens()
@@ -393,8 +454,12 @@ class Serving:
     def _shed(self, c: _Carried, shed: Shed) -> LBError:
         if shed.reason == "saturated":
             return Saturated("all instances that serve this model are at their limit", retry_after_s=shed.retry_after_s)
+        if shed.reason == "loading":
+            return Loading(f"the model `{c.request.model[:200]}` is being loaded", retry_after_s=shed.retry_after_s)
         if shed.reason == "too_large":
             return BadRequest("the prompt is larger than any instance of this model can hold", param="messages")
+        if shed.reason == "no_placement":
+            return NoEndpoints("no instance has what the rules of placement ask for this request")
         return NoEndpoints(
             f"no instance of the model `{c.request.model[:200]}` is available", retry_after_s=shed.retry_after_s
         )
@@ -415,6 +480,14 @@ def _continues_events(status: int, headers: heads.Headers) -> bool:
     kind = heads.find(headers, b"content-type") or b""
     coded = heads.find(headers, b"content-encoding") is not None
     return status == 200 and kind.startswith(b"text/event-stream") and not coded
+
+
+def _full(answer: Answer) -> Shed | None:
+    """What a tier below says when it has room for nothing of this kind, in the words of its own stage."""
+    code = heads.find(answer.headers, REJECTED)
+    if code is None or (reason := code.decode("latin-1")) not in WAITABLE:
+        return None
+    return Shed(reason, answers.retry_after(answer.headers))
 
 
 def _sooner(one: Answer | None, other: Answer) -> Answer:

@@ -27,12 +27,15 @@ from common.affinity import Affinity
 from common.balancing import Balancing
 from common.config import TierConfig
 from common.errors import ConfigError, ConnectFailed, RejectedError
+from common.exchange import Exchange as ReplicaExchange
 from common.hung import HungPeers
 from common.local import local_app
 from common.membership import Membership
 from common.policy.balancer import Policy
 from common.policy.candidate import Limits
+from common.policy.placement import placed
 from common.policy.stages import POLICIES, policy_named
+from common.policy.waiting import Bounds
 from common.quotes import Quotes
 from common.relay.asgi import AsgiApp, answer_with
 from common.relay.exchange import Exchange
@@ -98,6 +101,7 @@ class TierProcess:
         self._keys = backing.RouteKeys(config.auth, config.etcd, store)
         self.signer = await self._keys.signer()
         self.id = config.id or self._default_id()
+        self._needs = config.placement.needs()
         limits = Limits(config.upstream.max_in_flight, config.health.eject_after, config.health.cooldown_s)
         self.balancing = Balancing(self.id, self._serves, self._policy, limits, self._rng)
         self._affinity_store = backing.affinity_store(config.redis)
@@ -156,6 +160,7 @@ class TierProcess:
             budget_ratio=config.retry.budget_ratio,
             sample_ratio=config.tracing.sample_ratio,
             rng=self._rng,
+            queue=Bounds(config.queue.max_requests, config.queue.max_tokens, config.queue.timeout_s),
             allowed_origins=config.cors.allowed_origins,
             dropped_headers=frozenset(n.lower().replace("_", "-").encode() for n in config.forward.drop_headers),
             comment_s=config.streaming.keepalive_comment_s,
@@ -178,6 +183,8 @@ class TierProcess:
         self._spawn(self._keys.follow(self.signer), "route keys")
         self._spawn(self._certificates.watch(), "certificates")
         self._spawn(self.quotes.run(), "quotes")
+        exchange = ReplicaExchange(self._affinity_store, self.node, self.balancing, self._replicas)
+        self._spawn(exchange.run(), "exchange between replicas")
         self._spawn(self._measure_round_trips(), "round trips")
         # The first request must not meet a process that has not heard yet what there is.
         await self.until(bool, backing.STORE_START_S)
@@ -204,8 +211,9 @@ class TierProcess:
         return f"{where}-{gethostname().split('.')[0]}-{_split(self.config.listen)[1] or secrets.token_hex(3)}"
 
     def _policy(self, path: Path) -> Policy:
-        policy = self.config.policy
-        return policy_named(policy.name, policy.price_weight_s_per_usd, Tier.of(path))
+        policy, placement = self.config.policy, self.config.placement
+        named = policy_named(policy.name, policy.price_weight_s_per_usd, Tier.of(path))
+        return placed(named, self._needs, placement.adapter_load_s)
 
     async def _start_admin(self) -> None:
         host, port = _split(self.config.admin)
@@ -240,13 +248,19 @@ class TierProcess:
         self.pools = pools
         self._told.set()
         self.balancing.update(pools)
+        self.balancing.replicas(self.node, self._replicas())
         self.quotes.update(pools)
+        self.serving.queue.wake()
         before = self._peer_urls
         self._peer_urls = {p.id: p.url for pool in pools.values() for e in pool.endpoints for p in e.balancers}
         instances = {e.url for pool in pools.values() for e in pool.endpoints if e.url}
         self.relay.keep_only({*self._peer_urls.values(), *instances})
         for id_ in before.keys() - self._peer_urls.keys():
             self._hung.doubt(before[id_])
+
+    def _replicas(self) -> frozenset[str]:
+        """The other live balancers of our own node."""
+        return frozenset(p.id for p in self.membership.balancers(self.node) if p.id != self.id)
 
     def _heard_of(self, peer_id: str, heard: bool) -> None:
         """A balancer's reports have stopped, or come again."""
