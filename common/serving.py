@@ -337,7 +337,7 @@ class Serving:
             len(exchange.body) if has_body else None,
         )
 
-        def judge(status: int, headers: heads.Headers) -> Verdict:
+        def judge(sending: Sending, status: int, headers: heads.Headers) -> Verdict:
             attempt.status = status
             if route.peer:
                 c.record.executions = max(c.record.executions, _int(heads.find(headers, ATTEMPTS)))

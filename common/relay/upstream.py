@@ -227,7 +227,7 @@ class UpstreamConnection(asyncio.Protocol):
         fields = dict(reversed(headers))
         content_type = fields.get(b"content-type", b"").decode("latin-1")
         observer = Observer(content_type, coded=b"content-encoding" in fields)
-        relay = sending.judge(status, headers) is Verdict.RELAY
+        relay = sending.judge(sending, status, headers) is Verdict.RELAY
         self.answer = Answer(status, headers, relay, observer)
         self._length = length = fields.get(b"content-length")
         coded = b"transfer-encoding" in fields
