@@ -31,6 +31,7 @@ from common.exchange import Exchange as ReplicaExchange
 from common.hung import HungPeers
 from common.local import local_app
 from common.membership import Membership
+from common.policy import balancer
 from common.policy.balancer import Policy
 from common.policy.candidate import Limits
 from common.policy.placement import placed
@@ -321,6 +322,7 @@ class TierProcess:
             loop.add_signal_handler(number, self._signalled)
         log.info(
             "serving",
+            compiled=not balancer.__file__.endswith(".py"),
             tier=self.tier.value,
             node="/".join(self.node),
             id=self.id,

@@ -46,6 +46,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_hold",
         "_keep",
         "_length",
+        "_moved_at",
         "_out",
         "_parser",
         "_pool",
@@ -79,6 +80,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._started = False  # a byte of the body came
         self._whole = False  # it is passed on when it is complete
         self._written_at = 0.0
+        self._moved_at = 0.0  # when something of the body came last
         self._total_deadline = inf
         self.answer: Answer | None = None  # since its head is there
         self.transport: asyncio.Transport = cast("asyncio.Transport", None)
@@ -121,7 +123,8 @@ class UpstreamConnection(asyncio.Protocol):
         if not self.closed:
             self.transport.resume_reading()
             if self._sending is not None:
-                self._arm(clock.now(), self._sending)
+                self._moved_at = clock.now()
+                self._arm(self._moved_at, self._sending)
 
     def abandon(self) -> None:
         """Nobody waits for the answer any more: close at once, so that the server stops working on it."""
@@ -161,8 +164,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._out and not self._whole:
             self._flush(sending)
         if self._started:
-            if not sending.exchange.client.write_paused:
-                self._arm(clock.now(), sending)
+            self._moved_at = clock.now()
         elif self.answer is None:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES:
@@ -186,6 +188,11 @@ class UpstreamConnection(asyncio.Protocol):
         sending, limits = self._sending, self._pool.limits
         if sending is None:
             return
+        if self._started:  # what has come since is not told by setting the deadline anew at every chunk
+            due = min(self._moved_at + limits.stall_timeout_s + sending.slack_s, self._total_deadline)
+            if now < due:
+                self.deadline = due
+                return
         if now >= self._total_deadline and self._started:
             self.lost(f"the answer was not complete within {limits.total_timeout_s:g} s")
         elif self._started:
@@ -248,6 +255,9 @@ class UpstreamConnection(asyncio.Protocol):
             return  # of an answer that nobody asked for
         if not self._started:
             self._started = True
+            self._moved_at = clock.now()
+            if not sending.exchange.client.write_paused:
+                self._arm(self._moved_at, sending)
             if answer.relayed:
                 sending.first_byte()
         if not answer.relayed or (self._whole and answer.status >= 400):
