@@ -46,9 +46,18 @@ COMPILED := common/policy/*.py common/types.py common/records.py common/balancin
   common/telemetry.py common/metrics.py common/tracecontext.py \
   $(addprefix common/relay/,body.py client.py exchange.py framing.py heads.py pool.py relay.py sending.py sweeper.py upstream.py)
 
+define COMPILE
+import sys
+from mypyc.build import mypycify
+from setuptools import setup
+modules = mypycify(sys.argv[1:], opt_level="2")
+setup(name="headwater", packages=[], py_modules=[], ext_modules=modules, script_args=["build_ext", "--inplace"])
+endef
+export COMPILE
+
 compile: interpret $(STAMP)
 	@command -v gcc >/dev/null || { echo "gcc is needed"; exit 1; }
-	MYPYC_OPT=2 $(BIN)/mypyc $(COMPILED) >build-mypyc.log 2>&1 || { tail -5 build-mypyc.log; exit 1; }
+	$(BIN)/python -c "$$COMPILE" $(wildcard $(COMPILED)) >build-mypyc.log 2>&1 || { tail -5 build-mypyc.log; exit 1; }
 	@rm -rf build build-mypyc.log
 
 interpret:
