@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from common.apis.bodies import Header
 from common.errors import BadRequest
-from common.types import Priority, Slo
+from common.types import NO_SLO, Priority, Slo
 
 MOST_MS = 86_400_000.0
 MOST_TOKENS = 10_000_000.0
@@ -34,7 +34,6 @@ class Hints:
 
 HINTS = frozenset((b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-priority", b"x-deadline-ms", b"x-expected-output-tokens"))
 """The headers that are read here."""
-NO_SLO = Slo()
 NOTHING = Hints(NO_SLO)
 
 

@@ -116,7 +116,7 @@ class UpstreamConnection(asyncio.Protocol):
         """The client cannot take more."""
         if not self.closed:
             self.transport.pause_reading()
-            self.deadline = inf  # the client's own write deadline runs instead
+            self.deadline = self._total_deadline  # and the client's own write deadline runs
 
     def resume(self) -> None:
         """The client takes more again."""
@@ -187,6 +187,9 @@ class UpstreamConnection(asyncio.Protocol):
         """A first byte, a next chunk, or the whole answer is overdue."""
         sending, limits = self._sending, self._pool.limits
         if sending is None:
+            return
+        if sending.exchange.client.write_paused:
+            sending.exchange.client.transport.abort()  # the whole time is over, and it is not the server's doing
             return
         if self._started:  # what has come since is not told by setting the deadline anew at every chunk
             due = min(self._moved_at + limits.stall_timeout_s + sending.slack_s, self._total_deadline)
@@ -260,7 +263,7 @@ class UpstreamConnection(asyncio.Protocol):
                 self._arm(self._moved_at, sending)
             if answer.relayed:
                 sending.first_byte()
-        if not answer.relayed or (self._whole and answer.status >= 400):
+        if not answer.relayed or answer.status >= 400:
             self._collect(answer, body)
             if not answer.relayed:
                 return
