@@ -42,7 +42,7 @@ sim: $(STAMP)  # the goals of scheduling on the public traces; puts the table in
 
 # Optional: compiles deciding and carrying with mypyc (needs gcc; a minute). Python files that were changed since count
 # again after another `make compile`, or `make interpret`, which takes the compiled ones away.
-COMPILED := common/policy/*.py common/types.py common/records.py common/balancing.py common/intake.py common/serving.py \
+COMPILED := common/policy/*.py common/records.py common/balancing.py common/intake.py common/serving.py \
   common/telemetry.py common/metrics.py common/tracecontext.py \
   $(addprefix common/relay/,body.py client.py exchange.py framing.py heads.py pool.py relay.py sending.py sweeper.py upstream.py)
 
