@@ -5,7 +5,7 @@ headers by which a client says more, `errors` has the shape of each API's
 errors. Adding a route is one line in `routes`.
 """
 
-from common.apis.bodies import Ask, understand
+from common.apis.bodies import Ask, renamed, understand
 from common.apis.errors import error_body, error_event
 from common.apis.hints import HINTS, Hints, read_hints
 from common.apis.hints import NOTHING as NO_HINTS
@@ -24,5 +24,6 @@ __all__ = [
     "family_of",
     "match",
     "read_hints",
+    "renamed",
     "understand",
 ]
