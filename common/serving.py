@@ -157,15 +157,19 @@ class Serving:
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request."""
-        matched = apis.match(exchange.method.decode("latin-1"), exchange.path)
+        path = exchange.path
+        matched = apis.match(exchange.method.decode("latin-1"), path)
         if exchange.method == b"OPTIONS" and self.replies.preflight(exchange):
             return
         if matched is None:
             await self._local(exchange, self.replies.cors.answer(exchange.headers))
             return
         api = matched.api
-        context = tracecontext.read(exchange.headers, self._rng, self._sample_ratio)
-        record = self._open(exchange, api, context)
+        if b"traceparent" in exchange.fields:
+            context = tracecontext.read(exchange.headers, self._rng, self._sample_ratio)
+        else:
+            context = tracecontext.fresh(self._rng, self._sample_ratio)
+        record = self._open(exchange, api, context, path)
         try:
             told = await self.intake.read(exchange, matched, record)
             self.telemetry.began(record)
@@ -185,7 +189,7 @@ class Serving:
             if record.version:
                 self.on_versioned(record)
 
-    def _open(self, exchange: Exchange, api: apis.Api, context: tracecontext.TraceContext) -> RequestRecord:
+    def _open(self, exchange: Exchange, api: apis.Api, context: tracecontext.TraceContext, path: str) -> RequestRecord:
         return RequestRecord(
             context.trace_id,
             tracecontext.new_span_id(self._rng),
@@ -194,7 +198,7 @@ class Serving:
             self.process_id,
             self.node,
             exchange.method.decode(),
-            exchange.path,
+            path,
             exchange.started_at,
             exchange.started_wall_ns,
             operation=api.operation,
@@ -373,7 +377,7 @@ class Serving:
             len(exchange.body) if has_body else None,
         )
 
-        def judge(status: int, headers: heads.Headers) -> Verdict:
+        def judge(sending: Sending, status: int, headers: heads.Headers) -> Verdict:
             attempt.status = status
             if route.peer:
                 c.record.executions = max(c.record.executions, _int(heads.find(headers, ATTEMPTS)))

@@ -36,6 +36,7 @@ from common.hook import Hook
 from common.hung import HungPeers
 from common.local import local_app
 from common.membership import Membership
+from common.policy import balancer
 from common.policy.balancer import Policy
 from common.policy.candidate import Limits
 from common.policy.placement import placed
@@ -371,13 +372,13 @@ class TierProcess:
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then leave in good order; a second signal ends at once."""
-        gc.freeze()  # what is there by now stays, and need not be looked through again
-        gc.set_threshold(COLLECT_AFTER, 10, 20)
+        spare_the_collector()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         log.info(
             "serving",
+            compiled=not balancer.__file__.endswith(".py"),
             tier=self.tier.value,
             node="/".join(self.node),
             id=self.id,
@@ -434,6 +435,12 @@ class TierProcess:
         self.telemetry.close()
         if self._export is not None:
             await asyncio.to_thread(self._export.close, 2.0)
+
+
+def spare_the_collector() -> None:
+    """Have Python's collector leave alone what is there by now, which stays, and look at the rest less often."""
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, 10, 20)
 
 
 def _refusal(exchange: Exchange, status: int, message: str) -> tuple[bytes, bytes]:
