@@ -17,8 +17,8 @@ from common.config import Clients, Residency
 from common.errors import BadRequest, Draining, ModelNotFound, NoEndpoints, StoreUnavailable
 from common.policy.input_length import InputLength
 from common.policy.output_length import OutputLength
+from common.policy.versions import Versions
 from common.records import RequestRecord
-from common.relay import heads
 from common.relay.coding import decoded
 from common.relay.exchange import Exchange
 from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
@@ -38,6 +38,7 @@ class Intake:
         affinity: Affinity,
         signer: RouteSigner,
         lengths: OutputLength,
+        versions: Versions,
         *,
         slo: Slo = NO_SLO,
         verified_peers: bool = False,
@@ -50,13 +51,14 @@ class Intake:
         self._signer = signer
         self._lengths = lengths
         self.slo = slo  # of requests that name none
+        self._versions = versions
         self._verified_peers = verified_peers  # a peer has to show a certificate as well
         # Says in `Via` that a request went from this system to a server; nobody without the key can say so.
         self.pseudonym = b"headwater-" + hashlib.sha256(b"via" + signer.keys[0]).hexdigest()[:12].encode()
 
     async def read(self, exchange: Exchange, matched: apis.Match, record: RequestRecord) -> Route:
         """What policy needs to know. Raises BadRequest, ModelNotFound, NoEndpoints or Draining."""
-        header = heads.find(exchange.headers, HEADER)
+        header = exchange.fields.get(HEADER)
         told = self._told(exchange, header, record) if header is not None else None
         if told is None:
             node = exchange.carrier.node if exchange.carrier is not None else ()
@@ -90,7 +92,9 @@ class Intake:
         return told
 
     async def _understand(self, exchange: Exchange, matched: apis.Match, record: RequestRecord) -> InferenceRequest:
-        if any(key == b"via" and self.pseudonym in value for key, value in exchange.headers):
+        if b"via" in exchange.fields and any(
+            key == b"via" and self.pseudonym in value for key, value in exchange.headers
+        ):
             message = (
                 "the request comes back from what was taken for a server: an instance is a balancer of this system"
             )
@@ -103,14 +107,19 @@ class Intake:
             ask = await asyncio.to_thread(apis.understand, matched, exchange.header, body)
         else:
             ask = apis.understand(matched, exchange.header, body)
-        model = record.model = ask.model
+        target = self._versions.target(ask.model, ask.session or record.id)
+        if target.model != ask.model:
+            exchange.body = apis.renamed(exchange.body, ask.model, target.model, api.kind)
+        model = record.model = ask.model = target.model
+        record.version = target.version
         balancing = self._balancing
-        if balancing.empty:
+        on_demand = balancing.on_demand(model)
+        if balancing.empty and not on_demand:
             raise NoEndpoints("no instance is registered yet", retry_after_s=1.0)
-        if not api.model_optional and not balancing.known(model) and not balancing.any_model():
+        if not api.model_optional and not balancing.known(model) and not (balancing.any_model() or on_demand):
             raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
         record.input_bytes, record.input_items = ask.size, ask.items
-        hints = apis.read_hints(exchange.header)
+        hints = apis.NO_HINTS if apis.HINTS.isdisjoint(exchange.fields) else apis.read_hints(exchange.header)
         input_tokens = self.inputs.expect(model, ask.size, ask.items)
         request = InferenceRequest(
             record.id,
@@ -124,6 +133,8 @@ class Intake:
             ask.session,
             deadline_s=hints.deadline_s,
             slo=self.slo if hints.slo == NO_SLO else hints.slo,
+            version=target.version,
+            fingerprint=ask.fingerprint,
             operation=api.operation,
         )
         location = self.whereabouts.location(exchange.client.peername, exchange.headers)
@@ -174,4 +185,4 @@ class Intake:
             exchange.body = await asyncio.to_thread(decoded, exchange.body, codings, limit)
         else:
             exchange.body = decoded(exchange.body, codings, limit)
-        exchange.headers = [(k, v) for k, v in exchange.headers if k != b"content-encoding"]
+        exchange.drop(b"content-encoding")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
+from common.policy.placement import kinds_of
+from common.policy.versions import matches
 from common.types import InferenceRequest, Phase
 
 if TYPE_CHECKING:
@@ -20,7 +22,17 @@ def serves_model(request: InferenceRequest, candidates: Sequence[Candidate], now
     if not request.model:
         speaks = ENGINES_OF.get(request.api)
         return [c for c in candidates if speaks is None or c.depth < 2 or c.endpoint.engine in speaks]
-    return [c for c in candidates if c.endpoint.serves(request.model)]
+    serving = [c for c in candidates if c.endpoint.serves(request.model)]
+    if not request.version:
+        return serving
+    return [
+        c
+        for c in serving
+        if any(
+            (not kind.models or request.model in kind.models) and matches(request.version, kind.labels)
+            for kind in kinds_of(c.endpoint)
+        )
+    ]
 
 
 def not_draining(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
@@ -63,6 +75,12 @@ def residency(request: InferenceRequest, candidates: Sequence[Candidate], now: f
     if not only and not never:
         return list(candidates)
     return [c for c in candidates if (not only or c.endpoint.id in only) and c.endpoint.id not in never]
+
+
+def fits_memory(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
+    """Is not known to run out of memory over requests of this size, as long as there is another."""
+    tokens = request.input_tokens + request.output_tokens
+    return [c for c in candidates if tokens < c.safe_tokens(now)] or list(candidates)
 
 
 ENGINES_OF = {"ollama": ("ollama",), "kserve": ("triton",), "torchserve": ("torchserve",)}
