@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from common.types import Path, Score
+from common.types import Path, Pick
 
 
 class Ending(Enum):
@@ -27,15 +27,10 @@ class StageRecord:
     """One stage's decision."""
 
     path: Path  # the node whose children it chose among
-    chosen: str
-    policy: str
-    terms: tuple[str, ...]
-    scores: tuple[Score, ...]
+    pick: Pick  # its scores are looked at when somebody asks
     takeover: bool
     at: float
     span_id: str
-    predicted_ttft_s: float | None
-    predicted_total_s: float | None
 
 
 @dataclass(slots=True)

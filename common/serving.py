@@ -501,21 +501,8 @@ class Serving:
     def _note_stages(self, c: _Carried, route: Route) -> None:
         now = clock.now()
         for hop in route.hops:
-            pick = hop.pick
-            c.record.stages.append(
-                StageRecord(
-                    hop.path,
-                    pick.endpoint.id,
-                    pick.policy,
-                    pick.terms,
-                    pick.scores,
-                    hop.takeover,
-                    now,
-                    tracecontext.new_span_id(self._rng),
-                    pick.predicted_ttft_s,
-                    pick.predicted_total_s,
-                )
-            )
+            span_id = tracecontext.new_span_id(self._rng)
+            c.record.stages.append(StageRecord(hop.path, hop.pick, hop.takeover, now, span_id))
 
 
 def _fingerprint(c: _Carried) -> bytes:

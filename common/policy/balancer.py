@@ -380,7 +380,7 @@ class Balancer:
                 if not left:
                     return self._shed(keep.__name__, candidates, tuple(removed), now)
                 candidates = left
-        if self._new:
+        if self._new and len(self._new) < len(self.candidates):
             candidates = self._not_flooded(candidates, among, now)
         ids = tuple(c.endpoint.id for c in candidates)
         return self._take(request, candidates, ids, tuple(removed), now, rng)
