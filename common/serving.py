@@ -49,7 +49,7 @@ from common.route import HEADER, RouteSigner
 from common.route import Route as RouteHeader
 from common.store.base import Placement
 from common.telemetry import Telemetry
-from common.types import InferenceRequest, Outcome, Path, Shed
+from common.types import InferenceRequest, Outcome, Path, Shed, Slo
 
 MOST_READ = 65_536  # bytes of an answer that is read before it is passed on; larger ones are no errors' words
 MAX_TRIES = 8  # hops tried for one request, refused connections and rejections included
@@ -105,6 +105,7 @@ class Serving:
         sample_ratio: float,
         rng: Random,
         queue: Bounds,
+        slo: Slo,
         allowed_origins: tuple[str, ...] = (),
         dropped_headers: frozenset[bytes] = frozenset(),
         comment_s: float = 0.0,
@@ -118,7 +119,7 @@ class Serving:
         self.signer = signer
         self.lengths = OutputLength()
         self.relay: Relay
-        self.intake = Intake(balancing, affinity, signer, self.lengths, verified_peers=verified_peers)
+        self.intake = Intake(balancing, affinity, signer, self.lengths, slo=slo, verified_peers=verified_peers)
         self.replies = Replies(allowed_origins)
         self.queue = Queue(queue, lambda route: balancing.release(route, Outcome.IGNORED))
         self._local = local
