@@ -460,6 +460,8 @@ class Serving:
         """Whether what was answered is a reason to try elsewhere."""
         if route.peer:
             return heads.find(answer.headers, REJECTED) is not None
+        if c.meaning not in ELSEWHERE:
+            c.record.served_by = "/".join(route.target)
         return c.meaning in ELSEWHERE
 
     def _may_retry(self, c: _Carried) -> bool:
