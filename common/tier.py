@@ -15,9 +15,11 @@ import secrets
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
+from fnmatch import fnmatchcase
 from random import Random
 from socket import AF_INET, AF_INET6, create_server, gethostname
 from ssl import SSLContext
+from typing import Protocol
 
 import structlog
 import uvicorn
@@ -30,9 +32,11 @@ from common.config import TierConfig
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.exchange import Exchange as ReplicaExchange
 from common.explain.decisions import decision_of
+from common.hook import Hook
 from common.hung import HungPeers
 from common.local import local_app
 from common.membership import Membership
+from common.policy import balancer
 from common.policy.balancer import Policy
 from common.policy.candidate import Limits
 from common.policy.placement import placed
@@ -46,11 +50,14 @@ from common.relay.heads import Headers
 from common.relay.relay import Relay
 from common.relay.tls import Certificates
 from common.reporting import ReportServer, Tls
+from common.rollout_api import rollout_router
+from common.rollouts import Rollouts
 from common.serving import Serving
 from common.spans import OtlpExport
 from common.store.base import MembershipStore
 from common.telemetry import AccessLog, Telemetry
 from common.types import Path, Peer, Pool, Slo, Tier
+from common.watchdog import Watchdog
 
 log = structlog.get_logger()
 
@@ -58,6 +65,13 @@ ADMIN_STOP_S = 1.0
 COLLECT_AFTER = 50_000  # objects made and not freed; by Python's own 700 a fifth of all CPU time went into collecting
 ROUND_TRIPS_KEPT = 5  # the least of the last five handshakes is the distance; what is above it is scheduling
 TLS_ROUND_TRIPS = 2  # of a handshake: one for TCP, one for TLS 1.3
+
+
+class Beside(Protocol):
+    """What serves requests beside the data listener, and ends with it."""
+
+    async def close(self, grace_s: float) -> None:
+        """Take no more, and give what is under way so long."""
 
 
 class TierProcess:
@@ -86,6 +100,7 @@ class TierProcess:
         self._stop = asyncio.Event()
         self._told = asyncio.Event()  # set whenever membership speaks
         self._tasks: list[asyncio.Task[None]] = []
+        self.beside: list[Beside] = []
         self._round_trips: dict[str, list[float]] = {}
         self._peer_urls: dict[str, str] = {}  # of all balancers that membership knows, by id
 
@@ -105,8 +120,21 @@ class TierProcess:
         self.signer = await self._keys.signer()
         self.id = config.id or self._default_id()
         self._needs = config.placement.needs()
-        limits = Limits(config.upstream.max_in_flight, config.health.eject_after, config.health.cooldown_s)
-        self.balancing = Balancing(self.id, self._serves, self._policy, limits, self._rng)
+        health = config.health
+        limits = Limits(config.upstream.max_in_flight, health.eject_after, health.cooldown_s, health.max_ejected_ratio)
+        on_demand = config.models.on_demand
+        self.balancing = Balancing(
+            self.id,
+            self._serves,
+            self._policy,
+            limits,
+            self._rng,
+            lambda model: any(fnmatchcase(model, glob) for glob in on_demand),
+        )
+        self._versions = config.models.versions()
+        self.rollouts = Rollouts(
+            store, config.etcd.prefix, self.id, self._versions, self.balancing.has_version, self._knows_balancer
+        )
         self._affinity_store = backing.affinity_store(config.redis)
         self._make_telemetry()
         self._make_serving()
@@ -158,11 +186,12 @@ class TierProcess:
         affinity = Affinity(
             self._affinity_store, timeout_s=config.affinity.timeout_s, max_sessions=config.affinity.max_sessions
         )
-        local: AsgiApp = local_app(self.balancing, lambda: not self.draining)
+        local: AsgiApp = local_app(self.balancing, lambda: not self.draining, self._versions.aliases)
 
         async def answer_locally(exchange: Exchange, added: Headers) -> None:
             await answer_with(local, exchange, added)
 
+        self._hook = Hook(config.health.event_url)
         self.serving = Serving(
             self.id,
             self.node,
@@ -176,6 +205,9 @@ class TierProcess:
             sample_ratio=config.tracing.sample_ratio,
             rng=self._rng,
             slo=Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s),
+            quarantine_s=config.health.quarantine_s,
+            versions=self._versions,
+            hook=self._hook,
             queue=Bounds(config.queue.max_requests, config.queue.max_tokens, config.queue.timeout_s),
             allowed_origins=config.cors.allowed_origins,
             dropped_headers=frozenset(n.lower().replace("_", "-").encode() for n in config.forward.drop_headers),
@@ -189,6 +221,7 @@ class TierProcess:
         self.relay.tls_of = self._tls_of
         self.serving.relay = self.relay
         self._hung = HungPeers(self.relay)
+        self._watchdog = Watchdog(self.relay, self.balancing, config.health.stall_s, self._hook)
 
     async def _listen(self, prepare: Callable[[], Awaitable[None]] | None) -> None:
         config = self.config
@@ -202,6 +235,10 @@ class TierProcess:
         exchange = ReplicaExchange(self._affinity_store, self.node, self.balancing, self._replicas)
         self._spawn(exchange.run(), "exchange between replicas")
         self._spawn(self._measure_round_trips(), "round trips")
+        self._spawn(self._watchdog.run(), "watchdog")
+        self.serving.on_versioned = self.rollouts.saw
+        self._spawn(self.rollouts.follow(), "rollouts")
+        self._spawn(self.rollouts.run(), "rollouts move")
         # The first request must not meet a process that has not heard yet what there is.
         await self.until(bool, backing.STORE_START_S)
         if prepare is not None:
@@ -234,6 +271,7 @@ class TierProcess:
     async def _start_admin(self) -> None:
         host, port = _split(self.config.admin)
         app = admin_app(self.id, self.node, self.balancing, self.telemetry, lambda: not self.draining, self._admin_urls)
+        app.include_router(rollout_router(self.rollouts))
         try:
             socket = create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)
         except OSError as error:
@@ -285,6 +323,9 @@ class TierProcess:
         if url is not None:
             (self._hung.trust if heard else self._hung.doubt)(url)
 
+    def _knows_balancer(self, id_: str) -> bool:
+        return id_ == self.id or id_ in self._peer_urls or any(p.id == id_ for p in self.membership.balancers(()))
+
     def _admin_urls(self) -> frozenset[str]:
         peers = [p for pool in self.pools.values() for e in pool.endpoints for p in e.balancers]
         peers += self.membership.balancers(())
@@ -331,13 +372,13 @@ class TierProcess:
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then leave in good order; a second signal ends at once."""
-        gc.freeze()  # what is there by now stays, and need not be looked through again
-        gc.set_threshold(COLLECT_AFTER, 10, 20)
+        spare_the_collector()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         log.info(
             "serving",
+            compiled=not balancer.__file__.endswith(".py"),
             tier=self.tier.value,
             node="/".join(self.node),
             id=self.id,
@@ -360,7 +401,8 @@ class TierProcess:
         began = clock.now()
         log.info("draining", id=self.id, in_flight=len([c for c in self.relay.connections if c.current]))
         self.relay.listener.last_call()
-        revoked = asyncio.ensure_future(self.membership.close())
+        # Of itself only: servers that this process knows of as well are still there for what comes meanwhile.
+        revoked = asyncio.ensure_future(self.membership.deregister(self.node, self.id))
         await self.relay.listener.quiet(min(drain.notice_s, drain.grace_s))
         await revoked
         await self._close(max(0.0, drain.grace_s - (clock.now() - began)))
@@ -374,8 +416,10 @@ class TierProcess:
         self._admin.should_exit = True
 
     async def _close(self, grace_s: float) -> None:
-        await self.relay.close(grace_s)
+        await asyncio.gather(self.relay.close(grace_s), *(b.close(grace_s) for b in self.beside))
         self._hung.close()
+        self._hook.close()
+        await self.membership.close()
         await self.quotes.close()
         await self.reports.close()
         if hasattr(self, "_admin"):
@@ -391,6 +435,12 @@ class TierProcess:
         self.telemetry.close()
         if self._export is not None:
             await asyncio.to_thread(self._export.close, 2.0)
+
+
+def spare_the_collector() -> None:
+    """Have Python's collector leave alone what is there by now, which stays, and look at the rest less often."""
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, 10, 20)
 
 
 def _refusal(exchange: Exchange, status: int, message: str) -> tuple[bytes, bytes]:

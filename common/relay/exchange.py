@@ -6,10 +6,12 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from common.relay import heads
+from common.types import Path
 
 if TYPE_CHECKING:
     from common.relay.client import ClientConnection
     from common.relay.keepalive import Pings
+    from common.relay.sending import Answer, Sending
     from common.relay.upstream import UpstreamConnection
 
 
@@ -25,17 +27,29 @@ class ClientLimits(Protocol):
     max_connections: int
 
 
+class Carrier(Protocol):
+    """Who brings one request to a server and its answer back, where that is not the relay."""
+
+    node: Path  # where the request's stages begin
+    exclude: frozenset[Path]  # instances it may not go to
+
+    async def forward(self, url: str, sending: Sending) -> Answer:
+        """As `Relay.forward`."""
+
+
 class Exchange:
     """One request and the state of its answer."""
 
     __slots__ = (
         "body",
+        "carrier",
         "chunked",
         "client",
         "close",
         "committed",
         "ended",
         "expects_continue",
+        "fields",
         "head_complete",
         "headers",
         "method",
@@ -51,11 +65,13 @@ class Exchange:
         "upstream",
     )
 
-    def __init__(self, client: ClientConnection) -> None:
+    def __init__(self, client: ClientConnection, carrier: Carrier | None = None) -> None:
         self.client = client
+        self.carrier = carrier
         self.method = b""
         self.target = b""
         self.headers: heads.Headers = []
+        self.fields: dict[bytes, bytes] = {}  # the first value of each header, once the head is complete
         self.body: bytes = b""
         self.pieces: list[bytes] = []  # of the body, while it comes
         self.head_complete = False
@@ -85,9 +101,14 @@ class Exchange:
             return b"connection: close\r\n"
         return b"connection: keep-alive\r\n" if self.old else b""
 
+    def drop(self, name: bytes) -> None:
+        """Forget a header."""
+        self.headers = [(k, v) for k, v in self.headers if k != name]
+        self.fields.pop(name, None)
+
     def header(self, name: bytes) -> str | None:
         """The first value of a header as text, or None."""
-        value = heads.find(self.headers, name)
+        value = self.fields.get(name)
         return None if value is None else value.decode("latin-1")
 
 

@@ -38,6 +38,23 @@ def fail(message: str) -> typer.Exit:
     return typer.Exit(1)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version  # noqa: PLC0415
+
+        typer.echo(f"headwater {version('headwater')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and end")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
 def _serve(run: Callable[[C], Coroutine[Any, Any, None]], load: Callable[[], C]) -> None:
     """Load a configuration and run a process on it until it is told to stop."""
     import uvloop  # noqa: PLC0415
@@ -138,6 +155,7 @@ def trace(
         typer.echo(line)
 
 
+GROUPS = {"rollout": "services.cli.rollout"}  # of several commands each
 ELSEWHERE = {  # commands whose options stand in a module of their own, which takes long to import
     "explain": ("services.cli.ask", "explain"),
     "route": ("services.cli.ask", "route"),
@@ -154,8 +172,12 @@ def main() -> None:
     """Entry point of the console script. A process that is started by the dozen imports its own command only."""
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
     here = {c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands}
+    known = asked in {*here, *ELSEWHERE, *GROUPS}  # else it is --help, or a slip, which lists them all
+    for name, module in GROUPS.items():
+        if asked == name or not known:
+            app.add_typer(import_module(module).app, name=name)
     for name, (module, function) in ELSEWHERE.items():
-        if asked == name or asked not in {*here, *ELSEWHERE}:  # the second: --help, or a slip, which lists them all
+        if asked == name or not known:
             app.command(name)(getattr(import_module(module), function))
     app()
 
