@@ -110,7 +110,6 @@ def slot_wait_s(c: Costs, tokens: float) -> float:
 
 SLO_WEIGHT_S = 20.0  # a predicted miss costs this much: the knee between latency and goodput on conversation traffic
 SLO_SHARPNESS = 10.0  # how steep the step of a miss is
-TTFT_WEIGHT = 2.0  # with service levels the first token counts double
 
 
 def miss(ratio: float) -> float:
@@ -125,7 +124,7 @@ def miss(ratio: float) -> float:
 def slo_cost(terms: Terms, server: Server, uncached: float, length: float, slo: Slo, now: float) -> float:
     """The marginal cost with predicted misses of service levels, its own and those it causes, in seconds."""
     c, share = server.costs(), server.prefill_share(now)
-    cost = TTFT_WEIGHT * terms.ttft + terms.decode / (1.0 - share) + terms.others
+    cost = terms.ttft + terms.decode / (1.0 - share) + terms.others
     if slo.ttft_s is not None:
         cost += SLO_WEIGHT_S * miss(terms.ttft / slo.ttft_s)
     if slo.tpot_s is not None:
