@@ -21,7 +21,7 @@ from common.relay import heads
 from common.relay.coding import decoded
 from common.relay.exchange import Exchange
 from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
-from common.types import InferenceRequest
+from common.types import NO_SLO, InferenceRequest, Slo
 
 DECODED_HERE_BYTES = 65_536  # compressed bodies above this are decoded by a thread
 UNDERSTOOD_HERE_BYTES = 262_144  # and bodies above this are read by one: about half a millisecond's work
@@ -37,6 +37,7 @@ class Intake:
         signer: RouteSigner,
         lengths: OutputLength,
         *,
+        slo: Slo = NO_SLO,
         verified_peers: bool = False,
     ) -> None:
         self.leaving = False  # peers are told to go elsewhere
@@ -45,6 +46,7 @@ class Intake:
         self._affinity = affinity
         self._signer = signer
         self._lengths = lengths
+        self._slo = slo  # of requests that name none
         self._verified_peers = verified_peers  # a peer has to show a certificate as well
         # Says in `Via` that a request went from this system to a server; nobody without the key can say so.
         self.pseudonym = b"headwater-" + hashlib.sha256(b"via" + signer.keys[0]).hexdigest()[:12].encode()
@@ -115,7 +117,7 @@ class Intake:
             ask.prefix_hashes,
             ask.session,
             deadline_s=hints.deadline_s,
-            slo=hints.slo,
+            slo=self._slo if hints.slo == NO_SLO else hints.slo,
             operation=api.operation,
         )
         placement = await self._affinity.lookup(ask.session) if ask.session else None
