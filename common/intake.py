@@ -56,7 +56,8 @@ class Intake:
         header = heads.find(exchange.headers, HEADER)
         told = self._told(exchange, header, record) if header is not None else None
         if told is None:
-            told = Route(await self._understand(exchange, matched, record), ())
+            node = exchange.carrier.node if exchange.carrier is not None else ()
+            told = Route(await self._understand(exchange, matched, record), node)
         request = told.request
         record.model, record.stream, record.tenant = request.model, request.stream, request.tenant
         record.input_tokens, record.has_session = request.input_tokens, bool(request.session)

@@ -186,7 +186,8 @@ class Serving:
     ) -> _Carried:
         request = told.request
         # A client's stream may be kept up with comments here; what comes from a peer is kept up by that peer.
-        if self._comment_s and request.stream and not record.from_peer and api.family is not apis.Family.OLLAMA:
+        ours = not record.from_peer and exchange.carrier is None
+        if self._comment_s and request.stream and ours and api.family is not apis.Family.OLLAMA:
             added = heads.lines([(DECISION, record.id.encode()), *self.replies.cors.answer(exchange.headers)])
             exchange.pings = Pings(exchange, self._comment_s, added)
         dropped = frozenset() if record.from_peer else self._dropped
@@ -199,7 +200,7 @@ class Serving:
             context,
             heads.passed_on(exchange.headers, dropped),
             (*told.visited, self.process_id),
-            set(),
+            set(exchange.carrier.exclude) if exchange.carrier is not None else set(),
             size=request.input_tokens + request.output_tokens,
         )
 
@@ -306,7 +307,8 @@ class Serving:
         else:
             c.record.executions += 1
         try:
-            answer = await self.relay.forward(route.url, self._sending(c, route, attempt))
+            carrier = c.exchange.carrier or self.relay
+            answer = await carrier.forward(route.url, self._sending(c, route, attempt))
             outcome, retry_after_s = self._judged(c, route, answer)
             return answer
         except UpstreamError as error:
