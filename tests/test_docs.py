@@ -114,7 +114,7 @@ def test_the_first_page_works_as_it_is_written(tmp_path: Path) -> None:
             start_new_session=True,
         )
         try:
-            code = process.wait(120)
+            code = process.wait(300)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
     said = (tmp_path / "out").read_text()
