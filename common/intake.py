@@ -16,6 +16,7 @@ from common.balancing import Balancing
 from common.errors import BadRequest, Draining, ModelNotFound, NoEndpoints
 from common.policy.input_length import InputLength
 from common.policy.output_length import OutputLength
+from common.policy.versions import Versions
 from common.records import RequestRecord
 from common.relay import heads
 from common.relay.coding import decoded
@@ -36,6 +37,7 @@ class Intake:
         affinity: Affinity,
         signer: RouteSigner,
         lengths: OutputLength,
+        versions: Versions,
         *,
         slo: Slo = NO_SLO,
         verified_peers: bool = False,
@@ -47,6 +49,7 @@ class Intake:
         self._signer = signer
         self._lengths = lengths
         self._slo = slo  # of requests that name none
+        self._versions = versions
         self._verified_peers = verified_peers  # a peer has to show a certificate as well
         # Says in `Via` that a request went from this system to a server; nobody without the key can say so.
         self.pseudonym = b"headwater-" + hashlib.sha256(b"via" + signer.keys[0]).hexdigest()[:12].encode()
@@ -98,11 +101,16 @@ class Intake:
             ask = await asyncio.to_thread(apis.understand, matched, exchange.header, body)
         else:
             ask = apis.understand(matched, exchange.header, body)
-        model = record.model = ask.model
+        target = self._versions.target(ask.model, ask.session or record.id)
+        if target.model != ask.model:
+            exchange.body = apis.renamed(exchange.body, ask.model, target.model, api.kind)
+        model = record.model = ask.model = target.model
+        record.version = target.version
         balancing = self._balancing
-        if balancing.empty:
+        on_demand = balancing.on_demand(model)
+        if balancing.empty and not on_demand:
             raise NoEndpoints("no instance is registered yet", retry_after_s=1.0)
-        if not api.model_optional and not balancing.known(model) and not balancing.any_model():
+        if not api.model_optional and not balancing.known(model) and not (balancing.any_model() or on_demand):
             raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
         record.input_bytes, record.input_items = ask.size, ask.items
         hints = apis.read_hints(exchange.header)
@@ -119,6 +127,8 @@ class Intake:
             ask.session,
             deadline_s=hints.deadline_s,
             slo=self._slo if hints.slo == NO_SLO else hints.slo,
+            version=target.version,
+            fingerprint=ask.fingerprint,
             operation=api.operation,
         )
         placement = await self._affinity.lookup(ask.session) if ask.session else None

@@ -5,7 +5,7 @@ A FastAPI application; everything that is relayed never comes here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,18 +15,24 @@ from starlette.exceptions import HTTPException
 from common import apis
 from common.balancing import Balancing
 from common.errors import ModelNotFound
+from common.policy.versions import Split
 
 # Handlers are coroutines, although they await nothing: others would run in threads, over maps that the loop changes.
 
 
-def local_app(balancing: Balancing, ready: Callable[[], bool]) -> FastAPI:
-    """The application beside the relay on the data listener."""
+def local_app(balancing: Balancing, ready: Callable[[], bool], aliases: Mapping[str, Split]) -> FastAPI:
+    """The application beside the relay on the data listener. `aliases`: other names, and the models they stand for."""
+
+    def served() -> frozenset[str]:
+        models = balancing.models()
+        return models | {name for name, split in aliases.items() if any(t.model in models for t in split.targets)}
+
     app = FastAPI(title="Headwater", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """All models that some live instance serves, merged."""
-        names = sorted(balancing.models())
+        names = sorted(served())
         if "anthropic-version" in request.headers:
             listed = [{"type": "model", "id": m, "display_name": m, "created_at": EPOCH} for m in names]
             ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
@@ -36,7 +42,7 @@ def local_app(balancing: Balancing, ready: Callable[[], bool]) -> FastAPI:
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         """One of them."""
-        if model in balancing.models():
+        if model in served():
             return JSONResponse(_model(model))
         error = ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
         return Response(apis.error_body(apis.Family.OPENAI, error), error.status, media_type="application/json")
@@ -44,7 +50,7 @@ def local_app(balancing: Balancing, ready: Callable[[], bool]) -> FastAPI:
     @app.get("/api/tags")
     async def tags() -> dict[str, Any]:
         """The same as Ollama lists them."""
-        return {"models": [{"name": m, "model": m} for m in sorted(balancing.models())]}
+        return {"models": [{"name": m, "model": m} for m in sorted(served())]}
 
     @app.get("/health")
     @app.get("/v2/health/live")

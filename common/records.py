@@ -79,6 +79,8 @@ class RequestRecord:
     queued_at: float | None = None  # when it first came to wait here for a server with room
     queued_s: float = 0.0  # how long it waited, all times together
     executions: int = 0  # servers that were sent it so far, by this tier and all others
+    version: str = ""  # of the model that was asked for, as in `InferenceRequest`
+    struck: int = 0  # servers that it took down, or whose memory it exhausted, as this tier and those below saw
     served_by: str = ""  # region/cluster/instance
     first_byte_at: float | None = None
     ended_at: float = 0.0

@@ -8,15 +8,17 @@ and one record is written. Before the first byte a failure may be tried elsewher
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 from random import Random
+
+import structlog
 
 from common import answers, apis, clock, orca, tracecontext
 from common.affinity import Affinity
 from common.answers import Meaning
-from common.balancing import Balancing
+from common.balancing import NOBODY, Balancing
 from common.errors import (
     BadRequest,
     ConnectFailed,
@@ -30,11 +32,13 @@ from common.errors import (
     StreamBroken,
     UpstreamError,
 )
+from common.hook import Hook
 from common.intake import Intake
 from common.policy.admission import RetryBudget
-from common.policy.memory import OutOfMemory
 from common.policy.output_length import OutputLength
+from common.policy.quarantine import STRIKES, Quarantine
 from common.policy.stages import Route
+from common.policy.versions import Versions
 from common.policy.waiting import Bounds
 from common.queueing import WAITABLE, Queue, error_of
 from common.records import AttemptRecord, Ending, RequestRecord, StageRecord
@@ -44,19 +48,23 @@ from common.relay.exchange import Exchange
 from common.relay.keepalive import Pings
 from common.relay.relay import Relay
 from common.relay.sending import Answer, Sending, Verdict
-from common.replies import ATTEMPTS, DECISION, REJECTED, SERVED_BY, Replies
+from common.replies import ATTEMPTS, DECISION, OVERLOAD, REJECTED, SERVED_BY, STRUCK, Replies
 from common.route import HEADER, RouteSigner
 from common.route import Route as RouteHeader
 from common.store.base import Placement
 from common.telemetry import Telemetry
 from common.types import InferenceRequest, Outcome, Path, Shed, Slo
 
+log = structlog.get_logger()
+
 MOST_READ = 65_536  # bytes of an answer that is read before it is passed on; larger ones are no errors' words
 MAX_TRIES = 8  # hops tried for one request, refused connections and rejections included
 MAX_WAITS = 64  # times that a request waits for tiers that refused it for load, on top of the bounds of the room
 PEER_SLACK_S = 1.0  # by how much a tier waits longer than the one below it
-OVERLOAD = (429, 503, 529)
 ORCA_REQUEST = heads.lines([orca.REQUEST])
+SPOILED = (Meaning.OOM, Meaning.DEAD)  # failures over one request that say nothing of the next
+DEAD_S = 10.0  # a server that has just died is dead for this long: who comes later has not killed it
+DEATHS_REMEMBERED = 1024
 OUTCOMES = {  # of what a server's answer means; what is not here is a failure
     Meaning.FINE: Outcome.SUCCESS,
     Meaning.OVERLOAD: Outcome.OVERLOADED,
@@ -64,7 +72,7 @@ OUTCOMES = {  # of what a server's answer means; what is not here is a failure
     Meaning.CLIENT: Outcome.IGNORED,
     Meaning.NO_MODEL: Outcome.IGNORED,
 }
-ELSEWHERE = (Meaning.OVERLOAD, Meaning.LOADING, Meaning.NO_MODEL, Meaning.OOM)
+ELSEWHERE = (Meaning.OVERLOAD, Meaning.LOADING, Meaning.NO_MODEL, *SPOILED)
 
 
 @dataclass(slots=True)
@@ -84,7 +92,6 @@ class _Carried:
     waits: int = 0  # for those that refused it
     peers_lost: int = 0
     meaning: Meaning = Meaning.FINE  # of the last answer that was read here
-    size: float = 0.0  # prompt and expected output, tokens
 
 
 class Serving:
@@ -106,6 +113,9 @@ class Serving:
         rng: Random,
         queue: Bounds,
         slo: Slo,
+        quarantine_s: float = 0.0,
+        versions: Versions | None = None,
+        hook: Hook | None = None,
         allowed_origins: tuple[str, ...] = (),
         dropped_headers: frozenset[bytes] = frozenset(),
         comment_s: float = 0.0,
@@ -119,13 +129,24 @@ class Serving:
         self.signer = signer
         self.lengths = OutputLength()
         self.relay: Relay
-        self.intake = Intake(balancing, affinity, signer, self.lengths, slo=slo, verified_peers=verified_peers)
+        self.intake = Intake(
+            balancing,
+            affinity,
+            signer,
+            self.lengths,
+            versions or Versions({}, {}),
+            slo=slo,
+            verified_peers=verified_peers,
+        )
         self.replies = Replies(allowed_origins)
         self.queue = Queue(queue, lambda route: balancing.release(route, Outcome.IGNORED))
+        self.quarantine = Quarantine(quarantine_s)
+        self._hook = hook or Hook("")
+        self._deaths: dict[Path, float] = {}  # when a server was last seen to die
+        self.on_versioned: Callable[[RequestRecord], None] = lambda record: None  # a request of a split ended
         self._local = local
         self._attempts = attempts
         self._budget = RetryBudget(budget_ratio)
-        self._memory = OutOfMemory()
         self._sample_ratio = sample_ratio
         self._dropped = dropped_headers
         self._comment_s = comment_s
@@ -148,6 +169,7 @@ class Serving:
         try:
             told = await self.intake.read(exchange, matched, record)
             self.telemetry.began(record)
+            self._refuse_quarantined(told.request)
             await self._carry(self._carried(exchange, api, record, context, told))
         except LBError as error:
             self.replies.error(exchange, api, record, error)
@@ -160,6 +182,8 @@ class Serving:
             if exchange.pings is not None:
                 exchange.pings.stop()
             self.telemetry.ended(record)
+            if record.version:
+                self.on_versioned(record)
 
     def _open(self, exchange: Exchange, api: apis.Api, context: tracecontext.TraceContext) -> RequestRecord:
         return RequestRecord(
@@ -201,18 +225,11 @@ class Serving:
             heads.passed_on(exchange.headers, dropped),
             (*told.visited, self.process_id),
             set(exchange.carrier.exclude) if exchange.carrier is not None else set(),
-            size=request.input_tokens + request.output_tokens,
         )
 
     async def _carry(self, c: _Carried) -> None:
         """Try routes until one answers, or the budget says stop."""
         self._budget.request(clock.now())
-        if self._memory.suspects and self._memory.quarantined(_fingerprint(c), clock.now()):
-            raise BadRequest(
-                "this request ran two servers out of memory and is not tried again for a minute; make it smaller",
-                status=413,
-                code="out_of_memory",
-            )
         refusal: Answer | None = None
         failure: LBError | None = None
         tries = 0
@@ -257,12 +274,10 @@ class Serving:
 
     async def _next(self, c: _Carried) -> Route | Shed:
         """Where it may go now. Where all that could take it are full, it waits for its turn in the tier it entered."""
-        too_small = self._memory.too_small(c.size, clock.now())
-        if too_small:
-            route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full | too_small))
-            if isinstance(route, Route):
-                return route
         route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
+        if isinstance(route, Shed) and c.request.version and route.reason in NOBODY:
+            c.request = replace(c.request, version="")  # rather another version than none
+            route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
         if isinstance(route, Route) or c.record.from_peer:
             return route
         shed = Shed("saturated", None, route.removed) if c.full else route
@@ -310,6 +325,7 @@ class Serving:
             carrier = c.exchange.carrier or self.relay
             answer = await carrier.forward(route.url, self._sending(c, route, attempt))
             outcome, retry_after_s = self._judged(c, route, answer)
+            unreachable = c.meaning is Meaning.DEAD  # what answers for it is no server any more
             return answer
         except UpstreamError as error:
             attempt.error = error.code
@@ -360,6 +376,7 @@ class Serving:
             attempt.status = status
             if route.peer:
                 c.record.executions = max(c.record.executions, _int(heads.find(headers, ATTEMPTS)))
+                self._heard_of_strikes(c, _int(heads.find(headers, STRUCK)))
             if heads.find(headers, REJECTED) is not None if route.peer else _is_read(route, status, headers):
                 return Verdict.COLLECT
             if exchange.status and not _continues_events(status, headers):
@@ -386,9 +403,16 @@ class Serving:
             return observer.event_end + event if event and not observer.told_of_error else b""
 
         sending = Sending(exchange, head, exchange.body, judge, first_byte, break_words=break_words)
+        sending.patient = not c.request.stream
         if route.peer:  # the tier next to the server gives up first: it alone knows whom to blame, and where to go on
             sending.tries, sending.slack_s = self._attempts, PEER_SLACK_S * (3 - len(route.target))
         return sending
+
+    def _heard_of_strikes(self, c: _Carried, struck: int) -> None:
+        """What the tiers below have seen a prompt do to servers."""
+        for _ in range(min(struck, STRIKES) - c.record.struck):
+            c.record.struck += 1
+            self.quarantine.struck(c.request.fingerprint, clock.now(), certain=False)
 
     def _request_headers(self, c: _Carried, route: Route) -> bytes:
         if route.peer:
@@ -406,17 +430,20 @@ class Serving:
             added.append((SERVED_BY, served_by))
         if c.record.from_peer:
             added.append((ATTEMPTS, b"%d" % c.record.executions))
+            if c.record.struck:
+                added.append((STRUCK, b"%d" % c.record.struck))
         return heads.lines(added)
 
     def _judged(self, c: _Carried, route: Route, answer: Answer) -> tuple[Outcome, float | None]:
         """What an answer says of the endpoint, and for how long it wants to be left alone."""
         c.record.status = answer.status
+        c.meaning = Meaning.FINE
         if answer.relayed:
             c.record.ending = Ending.COMPLETE
         if route.peer:  # its own tier has judged the server; what it refuses as full counts for its node
             if answer.status < 400:
                 if answer.relayed:
-                    self._learn(c, answer)
+                    self._succeeded(c, answer)
                 return Outcome.SUCCESS, None
             full = not answer.relayed and heads.find(answer.headers, REJECTED) == b"saturated"
             return (Outcome.OVERLOADED, answers.retry_after(answer.headers)) if full else (Outcome.IGNORED, None)
@@ -429,14 +456,16 @@ class Serving:
             c.meaning, retry_after_s = reading.cause, reading.retry_after_s
             if answer.status == 503 and c.meaning is Meaning.FAILED and engine not in answers.TELLS_BUSY:
                 c.meaning = Meaning.OVERLOAD
-            if c.meaning is Meaning.OOM and not answer.relayed:
-                self._memory.ran_out(route.target, c.size, _fingerprint(c), clock.now())
             if c.meaning is not Meaning.FINE:
                 c.record.error = c.meaning.value if answer.status < 400 else c.record.error
                 return OUTCOMES.get(c.meaning, Outcome.FAILED), retry_after_s
         if answer.relayed and answer.status < 400:
-            self._learn(c, answer)
+            self._succeeded(c, answer)
         return Outcome.SUCCESS, None
+
+    def _succeeded(self, c: _Carried, answer: Answer) -> None:
+        self.quarantine.answered(c.request.fingerprint, clock.now())
+        self._learn(c, answer)
 
     def _learn(self, c: _Carried, answer: Answer) -> None:
         if not c.record.from_peer:
@@ -457,11 +486,12 @@ class Serving:
 
     # -- whether to try again ----------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _moves(c: _Carried, route: Route, answer: Answer) -> bool:
+    def _moves(self, c: _Carried, route: Route, answer: Answer) -> bool:
         """Whether what was answered is a reason to try elsewhere."""
         if route.peer:
-            return heads.find(answer.headers, REJECTED) is not None
+            return heads.find(answer.headers, REJECTED) is not None and c.record.struck < STRIKES
+        if c.meaning in SPOILED:
+            return self._spoiled(c, route, certain=c.meaning is Meaning.OOM)
         return c.meaning in ELSEWHERE
 
     def _may_retry(self, c: _Carried) -> bool:
@@ -482,9 +512,44 @@ class Serving:
         c.exclude.add(route.target)
         if isinstance(error, ConnectFailed):
             return self._budget.take(clock.now())
-        if isinstance(error, ResetBeforeByte) and not await self.relay.refuses(route.url):
-            return False  # the server is alive and may have executed it: never twice
+        if isinstance(error, ResetBeforeByte):
+            # A server that is alive may have executed it, and that never twice; one that died may have died of it.
+            gone = await self.relay.refuses(route.url)
+            return gone and self._spoiled(c, route, certain=False) and self._may_retry(c)
         return self._may_retry(c)
+
+    def _spoiled(self, c: _Carried, route: Route, *, certain: bool) -> bool:
+        """A server ran out of memory over a request, or died over it. Whether it may be tried elsewhere: once."""
+        now, request = clock.now(), c.request
+        died_at = self._deaths.setdefault(route.target, now)
+        if not certain and c.record.attempts[-1].at > died_at > now - DEAD_S:
+            return True  # it was dead when the request came
+        self._deaths[route.target] = now
+        if len(self._deaths) > DEATHS_REMEMBERED:
+            del self._deaths[next(iter(self._deaths))]
+        c.record.struck += 1
+        self.quarantine.struck(request.fingerprint, now, certain=certain)
+        c.exclude |= self.balancing.ran_out(route, request, certain=certain)
+        event = "instance_out_of_memory" if certain else "instance_died_over_a_prompt"
+        facts = {
+            "instance": "/".join(route.target),
+            "url": route.url,
+            "engine": route.endpoint.engine,
+            "tokens": round(request.input_tokens + request.output_tokens),
+            "trace_id": c.record.id,
+        }
+        log.warning(event, **facts)
+        self._hook.tell(event, **facts)
+        return c.record.struck < STRIKES and not self.quarantine.refused_for_s(request.fingerprint, now)
+
+    def _refuse_quarantined(self, request: InferenceRequest) -> None:
+        for_s = self.quarantine.refused_for_s(request.fingerprint, clock.now())
+        if for_s:
+            message = (
+                f"servers have run out of memory, or died, over this prompt {STRIKES} times; "
+                f"it is refused for another {ceil(for_s)} s"
+            )
+            raise BadRequest(message, status=413, code="prompt_quarantined")
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -506,11 +571,6 @@ class Serving:
         for hop in route.hops:
             span_id = tracecontext.new_span_id(self._rng)
             c.record.stages.append(StageRecord(hop.path, hop.pick, hop.takeover, now, span_id))
-
-
-def _fingerprint(c: _Carried) -> bytes:
-    """Equal for equal requests."""
-    return hashlib.blake2b(c.exchange.body, digest_size=16, key=c.request.model.encode()[:64]).digest()
 
 
 def _is_read(route: Route, status: int, headers: heads.Headers) -> bool:

@@ -14,6 +14,7 @@ import secrets
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
+from fnmatch import fnmatchcase
 from random import Random
 from socket import AF_INET, AF_INET6, create_server, gethostname
 from ssl import SSLContext
@@ -29,6 +30,7 @@ from common.balancing import Balancing
 from common.config import TierConfig
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.exchange import Exchange as ReplicaExchange
+from common.hook import Hook
 from common.hung import HungPeers
 from common.local import local_app
 from common.membership import Membership
@@ -44,11 +46,14 @@ from common.relay.heads import Headers
 from common.relay.relay import Relay
 from common.relay.tls import Certificates
 from common.reporting import ReportServer, Tls
+from common.rollout_api import rollout_router
+from common.rollouts import Rollouts
 from common.serving import Serving
 from common.spans import OtlpExport
 from common.store.base import MembershipStore
 from common.telemetry import Telemetry
 from common.types import Path, Peer, Pool, Slo, Tier
+from common.watchdog import Watchdog
 
 log = structlog.get_logger()
 
@@ -111,8 +116,21 @@ class TierProcess:
         self.signer = await self._keys.signer()
         self.id = config.id or self._default_id()
         self._needs = config.placement.needs()
-        limits = Limits(config.upstream.max_in_flight, config.health.eject_after, config.health.cooldown_s)
-        self.balancing = Balancing(self.id, self._serves, self._policy, limits, self._rng)
+        health = config.health
+        limits = Limits(config.upstream.max_in_flight, health.eject_after, health.cooldown_s, health.max_ejected_ratio)
+        on_demand = config.models.on_demand
+        self.balancing = Balancing(
+            self.id,
+            self._serves,
+            self._policy,
+            limits,
+            self._rng,
+            lambda model: any(fnmatchcase(model, glob) for glob in on_demand),
+        )
+        self._versions = config.models.versions()
+        self.rollouts = Rollouts(
+            store, config.etcd.prefix, self.id, self._versions, self.balancing.has_version, self._knows_balancer
+        )
         self._affinity_store = backing.affinity_store(config.redis)
         self._make_telemetry()
         self._make_serving()
@@ -152,11 +170,12 @@ class TierProcess:
         affinity = Affinity(
             self._affinity_store, timeout_s=config.affinity.timeout_s, max_sessions=config.affinity.max_sessions
         )
-        local: AsgiApp = local_app(self.balancing, lambda: not self.draining)
+        local: AsgiApp = local_app(self.balancing, lambda: not self.draining, self._versions.aliases)
 
         async def answer_locally(exchange: Exchange, added: Headers) -> None:
             await answer_with(local, exchange, added)
 
+        self._hook = Hook(config.health.event_url)
         self.serving = Serving(
             self.id,
             self.node,
@@ -170,6 +189,9 @@ class TierProcess:
             sample_ratio=config.tracing.sample_ratio,
             rng=self._rng,
             slo=Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s),
+            quarantine_s=config.health.quarantine_s,
+            versions=self._versions,
+            hook=self._hook,
             queue=Bounds(config.queue.max_requests, config.queue.max_tokens, config.queue.timeout_s),
             allowed_origins=config.cors.allowed_origins,
             dropped_headers=frozenset(n.lower().replace("_", "-").encode() for n in config.forward.drop_headers),
@@ -183,6 +205,7 @@ class TierProcess:
         self.relay.tls_of = self._tls_of
         self.serving.relay = self.relay
         self._hung = HungPeers(self.relay)
+        self._watchdog = Watchdog(self.relay, self.balancing, config.health.stall_s, self._hook)
 
     async def _listen(self, prepare: Callable[[], Awaitable[None]] | None) -> None:
         config = self.config
@@ -196,6 +219,10 @@ class TierProcess:
         exchange = ReplicaExchange(self._affinity_store, self.node, self.balancing, self._replicas)
         self._spawn(exchange.run(), "exchange between replicas")
         self._spawn(self._measure_round_trips(), "round trips")
+        self._spawn(self._watchdog.run(), "watchdog")
+        self.serving.on_versioned = self.rollouts.saw
+        self._spawn(self.rollouts.follow(), "rollouts")
+        self._spawn(self.rollouts.run(), "rollouts move")
         # The first request must not meet a process that has not heard yet what there is.
         await self.until(bool, backing.STORE_START_S)
         if prepare is not None:
@@ -228,6 +255,7 @@ class TierProcess:
     async def _start_admin(self) -> None:
         host, port = _split(self.config.admin)
         app = admin_app(self.id, self.node, self.balancing, self.telemetry, lambda: not self.draining, self._admin_urls)
+        app.include_router(rollout_router(self.rollouts))
         try:
             socket = create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)
         except OSError as error:
@@ -277,6 +305,9 @@ class TierProcess:
         url = self._peer_urls.get(peer_id)
         if url is not None:
             (self._hung.trust if heard else self._hung.doubt)(url)
+
+    def _knows_balancer(self, id_: str) -> bool:
+        return id_ == self.id or id_ in self._peer_urls or any(p.id == id_ for p in self.membership.balancers(()))
 
     def _admin_urls(self) -> frozenset[str]:
         peers = [p for pool in self.pools.values() for e in pool.endpoints for p in e.balancers]
@@ -370,6 +401,7 @@ class TierProcess:
     async def _close(self, grace_s: float) -> None:
         await asyncio.gather(self.relay.close(grace_s), *(b.close(grace_s) for b in self.beside))
         self._hung.close()
+        self._hook.close()
         await self.membership.close()
         await self.quotes.close()
         await self.reports.close()

@@ -5,7 +5,7 @@ headers by which a client says more, `errors` has the shape of each API's
 errors. Adding a route is one line in `routes`.
 """
 
-from common.apis.bodies import Ask, understand
+from common.apis.bodies import Ask, renamed, understand
 from common.apis.errors import error_body, error_event
 from common.apis.hints import Hints, read_hints
 from common.apis.routes import Api, Family, Match, family_of, match
@@ -21,5 +21,6 @@ __all__ = [
     "family_of",
     "match",
     "read_hints",
+    "renamed",
     "understand",
 ]

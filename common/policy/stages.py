@@ -20,6 +20,7 @@ QUALIFIES = (
     filters.not_draining,
     filters.not_loading,
     filters.not_ejected,
+    filters.fits_memory,
     filters.has_capacity,
 )
 

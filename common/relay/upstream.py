@@ -55,9 +55,11 @@ class UpstreamConnection(asyncio.Protocol):
         "_whole",
         "_written_at",
         "answer",
+        "began_at",
         "closed",
         "deadline",
         "idle_since",
+        "moved_at",
         "reused",
         "transport",
     )
@@ -79,6 +81,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._total_deadline = inf
         self.answer: Answer | None = None  # since its head is there
         self.transport: asyncio.Transport = cast("asyncio.Transport", None)
+        self.began_at = self.moved_at = 0.0  # first and latest byte of the body of the answer under way
         self.deadline = inf
         self.idle_since = 0.0
         self.reused = False
@@ -96,6 +99,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._done = self._chunked = self._until_close = self._whole = self._heard = self._started = False
         self._collected = self._head_bytes = 0
         self._written_at = now = clock.now()
+        self.began_at = 0.0
         self._total_deadline = now + self._pool.limits.total_timeout_s + sending.slack_s
         self._arm(now, sending)
         sending.exchange.upstream = self
@@ -131,6 +135,21 @@ class UpstreamConnection(asyncio.Protocol):
         """Whether a request was written and nothing of its answer came."""
         return self._sending is not None and not self._heard
 
+    @property
+    def uncommitted(self) -> bool:
+        """Whether a request was written and its client has nothing of an answer yet."""
+        return self._sending is not None and not self._sending.exchange.committed
+
+    @property
+    def patient(self) -> bool:
+        """Whether nothing is to be heard of its request before the answer is whole."""
+        return self._sending is not None and self._sending.patient
+
+    @property
+    def streams(self) -> bool:
+        """Whether a stream is under way and has begun."""
+        return self._started and self._sending is not None and not self._sending.patient
+
     # -- the socket --------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -153,6 +172,8 @@ class UpstreamConnection(asyncio.Protocol):
             if not self._done:
                 self.lost(f"the server's answer is not valid HTTP: {error}")
                 return
+        if self._started or self._done:
+            self._moved(clock.now())
         if self._done:
             self._finish(sending)
             return
@@ -165,6 +186,15 @@ class UpstreamConnection(asyncio.Protocol):
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES:
                 self.lost(f"the server's answer has no end of its head within {HEAD_BYTES} bytes")
+
+    def _moved(self, now: float) -> None:
+        """Something of the body came, or its end."""
+        pool = self._pool
+        self.moved_at = pool.moved_at = now
+        if not self.began_at:
+            self.began_at = now
+        if self._done:
+            pool.completed_at = now
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection ended."""

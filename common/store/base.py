@@ -68,6 +68,12 @@ class MembershipStore(Protocol):
     async def put_if_absent(self, key: str, value: bytes) -> bytes:
         """Write a value (under no lease) unless the key exists; what is stored then. Raises StoreUnavailable."""
 
+    async def put(self, key: str, value: bytes) -> None:
+        """Write a value under no lease: it stays until it is deleted. Raises StoreUnavailable."""
+
+    async def delete(self, key: str) -> None:
+        """Delete a key, if it is there. Raises StoreUnavailable."""
+
     async def ping(self, timeout_s: float) -> None:
         """Return as soon as the store answers, trying until `timeout_s` is over. Raises StoreUnavailable."""
 

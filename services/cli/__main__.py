@@ -155,6 +155,7 @@ def trace(
         typer.echo(line)
 
 
+GROUPS = {"rollout": "services.cli.rollout"}  # of several commands each
 ELSEWHERE = {  # commands whose options stand in a module of their own, which takes long to import
     "bench": ("services.bench.__main__", "bench"),
     "demo": ("services.demo.__main__", "demo"),
@@ -167,8 +168,12 @@ def main() -> None:
     """Entry point of the console script. A process that is started by the dozen imports its own command only."""
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
     here = {c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands}
+    known = asked in {*here, *ELSEWHERE, *GROUPS}  # else it is --help, or a slip, which lists them all
+    for name, module in GROUPS.items():
+        if asked == name or not known:
+            app.add_typer(import_module(module).app, name=name)
     for name, (module, function) in ELSEWHERE.items():
-        if asked == name or asked not in {*here, *ELSEWHERE}:  # the second: --help, or a slip, which lists them all
+        if asked == name or not known:
             app.command(name)(getattr(import_module(module), function))
     app()
 

@@ -334,6 +334,10 @@ SPECIAL = {
     "forward.drop_headers": "[x-one, X-Two]",
     "network.emulated_rtt_s": "{eu: 0.5}",
     "reports.listen": "127.0.0.1:1",
+    "models.on_demand": "[a*]",
+    "models.aliases": "{a: b, c: {d: 1.0, e: 2.0}}",
+    "models.splits": "{a: {v1: 9.0, v2: 1.0}}",
+    "health.event_url": "http://h:1/events",
     "placement.rules": "[{models: [a*], gpus: [h100], labels: {site: edge}, priorities: [critical]}]",
 }
 

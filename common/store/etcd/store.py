@@ -24,6 +24,8 @@ RELIST_INTERVAL_S: Final = 60.0  # the last net under lost events; 400 kB for 1,
 
 _RANGE: Final[Method] = lambda link: link.kv.Range  # noqa: E731 - names for calls
 _TXN: Final[Method] = lambda link: link.kv.Txn  # noqa: E731
+_PUT: Final[Method] = lambda link: link.kv.Put  # noqa: E731
+_DELETE: Final[Method] = lambda link: link.kv.DeleteRange  # noqa: E731
 
 
 class EtcdMembershipStore:
@@ -91,6 +93,14 @@ class EtcdMembershipStore:
         )
         answer = await self._client.call(_TXN, request, self._timeout_s)
         return value if answer.succeeded else bytes(answer.responses[0].response_range.kvs[0].value)
+
+    async def put(self, key: str, value: bytes) -> None:
+        """See MembershipStore."""
+        await self._client.call(_PUT, rpc.PutRequest(key=key.encode(), value=value), self._timeout_s)
+
+    async def delete(self, key: str) -> None:
+        """See MembershipStore."""
+        await self._client.call(_DELETE, rpc.DeleteRangeRequest(key=key.encode()), self._timeout_s)
 
     async def ping(self, timeout_s: float) -> None:
         """See MembershipStore. It is a read that needs the cluster: a member alone does not count."""
