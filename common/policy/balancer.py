@@ -792,7 +792,9 @@ class Balancer:
 LOADING_S = 5.0  # a client is told to come back after so long while a model loads
 LOOK_EVERY_S = 0.5
 HEARD_S = 2.0  # what another balancer told is believed for so long
-SLOW_START_S = 10.0  # a newcomer's share is bounded for so long: some requests of a busy server, start to end
+SLOW_START_S = (
+    20.0  # a newcomer's share is bounded for so long: then it is as busy as the others, and not flooded at the end
+)
 SLOW_START_SHARE = 1.5  # of its fair share, in a fading sum over a second, which keeps it under twice in any one
 CLASS_SAMPLES = 200  # of a class; newcomers start from what these said
 
