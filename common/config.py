@@ -341,7 +341,9 @@ class Tracing(Section):
     sample_ratio: Fraction = 0.01
     """Share of requests whose spans are exported, where the caller did not decide; errors always are."""
     recent: Annotated[int, Field(ge=0, le=100_000)] = 2000
-    """Finished requests remembered for `headwater trace`."""
+    """Finished requests remembered for `headwater trace` and `explain`; at most 32 MiB of them."""
+    decisions_file: str = ""
+    """Every request's decision record is also appended to this file, a JSON line each; none: it is only remembered."""
 
 
 class Auth(Section):

@@ -18,7 +18,6 @@ from common.policy.input_length import InputLength
 from common.policy.output_length import OutputLength
 from common.policy.versions import Versions
 from common.records import RequestRecord
-from common.relay import heads
 from common.relay.coding import decoded
 from common.relay.exchange import Exchange
 from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
@@ -56,7 +55,7 @@ class Intake:
 
     async def read(self, exchange: Exchange, matched: apis.Match, record: RequestRecord) -> Route:
         """What policy needs to know. Raises BadRequest, ModelNotFound, NoEndpoints or Draining."""
-        header = heads.find(exchange.headers, HEADER)
+        header = exchange.fields.get(HEADER)
         told = self._told(exchange, header, record) if header is not None else None
         if told is None:
             node = exchange.carrier.node if exchange.carrier is not None else ()
@@ -88,7 +87,9 @@ class Intake:
         return told
 
     async def _understand(self, exchange: Exchange, matched: apis.Match, record: RequestRecord) -> InferenceRequest:
-        if any(key == b"via" and self.pseudonym in value for key, value in exchange.headers):
+        if b"via" in exchange.fields and any(
+            key == b"via" and self.pseudonym in value for key, value in exchange.headers
+        ):
             message = (
                 "the request comes back from what was taken for a server: an instance is a balancer of this system"
             )
@@ -113,7 +114,7 @@ class Intake:
         if not api.model_optional and not balancing.known(model) and not (balancing.any_model() or on_demand):
             raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
         record.input_bytes, record.input_items = ask.size, ask.items
-        hints = apis.read_hints(exchange.header)
+        hints = apis.NO_HINTS if apis.HINTS.isdisjoint(exchange.fields) else apis.read_hints(exchange.header)
         input_tokens = self.inputs.expect(model, ask.size, ask.items)
         request = InferenceRequest(
             record.id,
@@ -157,4 +158,4 @@ class Intake:
             exchange.body = await asyncio.to_thread(decoded, exchange.body, codings, limit)
         else:
             exchange.body = decoded(exchange.body, codings, limit)
-        exchange.headers = [(k, v) for k, v in exchange.headers if k != b"content-encoding"]
+        exchange.drop(b"content-encoding")

@@ -41,7 +41,7 @@ from common.policy.stages import Route
 from common.policy.versions import Versions
 from common.policy.waiting import Bounds
 from common.queueing import WAITABLE, Queue, error_of
-from common.records import AttemptRecord, Ending, RequestRecord, StageRecord
+from common.records import AttemptRecord, Ending, RequestRecord
 from common.relay import cors, heads
 from common.relay.body import Observer
 from common.relay.exchange import Exchange
@@ -157,15 +157,19 @@ class Serving:
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request."""
-        matched = apis.match(exchange.method.decode("latin-1"), exchange.path)
+        path = exchange.path
+        matched = apis.match(exchange.method.decode("latin-1"), path)
         if exchange.method == b"OPTIONS" and self.replies.preflight(exchange):
             return
         if matched is None:
             await self._local(exchange, self.replies.cors.answer(exchange.headers))
             return
         api = matched.api
-        context = tracecontext.read(exchange.headers, self._rng, self._sample_ratio)
-        record = self._open(exchange, api, context)
+        if b"traceparent" in exchange.fields:
+            context = tracecontext.read(exchange.headers, self._rng, self._sample_ratio)
+        else:
+            context = tracecontext.fresh(self._rng, self._sample_ratio)
+        record = self._open(exchange, api, context, path)
         try:
             told = await self.intake.read(exchange, matched, record)
             self.telemetry.began(record)
@@ -185,7 +189,7 @@ class Serving:
             if record.version:
                 self.on_versioned(record)
 
-    def _open(self, exchange: Exchange, api: apis.Api, context: tracecontext.TraceContext) -> RequestRecord:
+    def _open(self, exchange: Exchange, api: apis.Api, context: tracecontext.TraceContext, path: str) -> RequestRecord:
         return RequestRecord(
             context.trace_id,
             tracecontext.new_span_id(self._rng),
@@ -194,7 +198,7 @@ class Serving:
             self.process_id,
             self.node,
             exchange.method.decode(),
-            exchange.path,
+            path,
             exchange.started_at,
             exchange.started_wall_ns,
             operation=api.operation,
@@ -237,11 +241,12 @@ class Serving:
             tries += 1
             route = await self._next(c)
             if isinstance(route, Shed):
+                self.telemetry.shed(c.record, c.request, route)
                 nothing_left = self._shed(c, route)
                 failure = failure or nothing_left
                 failure.elsewhere = nothing_left.elsewhere  # what failed here may be tried on by the tier above
                 break
-            self._note_stages(c, route)
+            self.telemetry.decided(c.record, c.request, route.hops, self.balancing.balancers, self._rng)
             try:
                 answer = await self._attempt(c, route)
             except UpstreamError as error:
@@ -372,7 +377,7 @@ class Serving:
             len(exchange.body) if has_body else None,
         )
 
-        def judge(status: int, headers: heads.Headers) -> Verdict:
+        def judge(sending: Sending, status: int, headers: heads.Headers) -> Verdict:
             attempt.status = status
             if route.peer:
                 c.record.executions = max(c.record.executions, _int(heads.find(headers, ATTEMPTS)))
@@ -565,12 +570,6 @@ class Serving:
         return NoEndpoints(
             f"no instance of the model `{c.request.model[:200]}` is available", retry_after_s=shed.retry_after_s
         )
-
-    def _note_stages(self, c: _Carried, route: Route) -> None:
-        now = clock.now()
-        for hop in route.hops:
-            span_id = tracecontext.new_span_id(self._rng)
-            c.record.stages.append(StageRecord(hop.path, hop.pick, hop.takeover, now, span_id))
 
 
 def _is_read(route: Route, status: int, headers: heads.Headers) -> bool:

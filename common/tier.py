@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -30,15 +31,18 @@ from common.balancing import Balancing
 from common.config import TierConfig
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.exchange import Exchange as ReplicaExchange
+from common.explain.decisions import decision_of
 from common.hook import Hook
 from common.hung import HungPeers
 from common.local import local_app
 from common.membership import Membership
+from common.policy import balancer
 from common.policy.balancer import Policy
 from common.policy.candidate import Limits
 from common.policy.placement import placed
 from common.policy.stages import POLICIES, policy_named
 from common.policy.waiting import Bounds
+from common.pool_metrics import PoolMetrics
 from common.quotes import Quotes
 from common.relay.asgi import AsgiApp, answer_with
 from common.relay.exchange import Exchange
@@ -51,7 +55,7 @@ from common.rollouts import Rollouts
 from common.serving import Serving
 from common.spans import OtlpExport
 from common.store.base import MembershipStore
-from common.telemetry import Telemetry
+from common.telemetry import AccessLog, Telemetry
 from common.types import Path, Peer, Pool, Slo, Tier
 from common.watchdog import Watchdog
 
@@ -162,8 +166,20 @@ class TierProcess:
             recent=config.tracing.recent,
             known_model=self.balancing.known,
             access_log=config.log.access,
+            decisions=self._decision_log(),
             export=self._export,
         )
+        self.telemetry.registry.register(PoolMetrics(self.balancing, self.telemetry.picks))
+
+    def _decision_log(self) -> AccessLog | None:
+        name = self.config.tracing.decisions_file
+        if not name:
+            return None
+        try:
+            fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        except OSError as error:
+            raise ConfigError(f"tracing.decisions_file: cannot write {name}: {error.strerror}") from None
+        return AccessLog(fd, lambda record: decision_of(record, self.balancing.balancers))
 
     def _make_serving(self) -> None:
         config = self.config
@@ -288,6 +304,7 @@ class TierProcess:
         self.balancing.update(pools)
         self.balancing.replicas(self.node, self._replicas())
         self.quotes.update(pools)
+        self.telemetry.keep_only(frozenset(pools))
         self.serving.queue.wake()
         before = self._peer_urls
         self._peer_urls = {p.id: p.url for pool in pools.values() for e in pool.endpoints for p in e.balancers}
@@ -355,13 +372,13 @@ class TierProcess:
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then leave in good order; a second signal ends at once."""
-        gc.freeze()  # what is there by now stays, and need not be looked through again
-        gc.set_threshold(COLLECT_AFTER, 10, 20)
+        spare_the_collector()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         log.info(
             "serving",
+            compiled=not balancer.__file__.endswith(".py"),
             tier=self.tier.value,
             node="/".join(self.node),
             id=self.id,
@@ -418,6 +435,12 @@ class TierProcess:
         self.telemetry.close()
         if self._export is not None:
             await asyncio.to_thread(self._export.close, 2.0)
+
+
+def spare_the_collector() -> None:
+    """Have Python's collector leave alone what is there by now, which stays, and look at the rest less often."""
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, 10, 20)
 
 
 def _refusal(exchange: Exchange, status: int, message: str) -> tuple[bytes, bytes]:

@@ -7,10 +7,13 @@ errors. Adding a route is one line in `routes`.
 
 from common.apis.bodies import Ask, renamed, understand
 from common.apis.errors import error_body, error_event
-from common.apis.hints import Hints, read_hints
+from common.apis.hints import HINTS, Hints, read_hints
+from common.apis.hints import NOTHING as NO_HINTS
 from common.apis.routes import Api, Family, Match, family_of, match
 
 __all__ = [
+    "HINTS",
+    "NO_HINTS",
     "Api",
     "Ask",
     "Family",

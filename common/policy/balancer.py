@@ -139,6 +139,7 @@ class Balancer:
         self.candidates: dict[str, Candidate] = {}
         self.revision = -1
         self.stale = False
+        self.ejections = 0  # times that a breaker opened
         self._needs = policy.needs if policy.needs is not None and policy.needs.hard else None
         self._pool = PoolFacts(self._needs)
         self._scorers = policy.scorers  # and one more where adapters have to be loaded
@@ -156,6 +157,10 @@ class Balancer:
         self._taught = 0  # samples of all classes
         self._unknown: set[str] = set()  # instances whose speed few answers have told of yet
         self._held: dict[int, _Held] = {}
+        self._passed: dict[
+            int, tuple[Candidate, str]
+        ] = {}  # reservations of an only child, which are no more than a number
+        self._only_child = False  # the pool has one region or cluster
         self._next = 0
         self._turn = 0
         self._unseen: list[tuple[float, int]] = []  # (when to take it for begun, reservation) of answers in one piece
@@ -218,6 +223,7 @@ class Balancer:
     def _pool_changed(self) -> None:
         self._qualified.clear()
         self._serving.clear()
+        self._only_child = len(self.parent) < 2 and len(self.candidates) == 1
         self._unknown &= self.candidates.keys()
         candidates = self.candidates.values()
         alive = {_class_of(c.endpoint) for c in candidates}
@@ -280,7 +286,7 @@ class Balancer:
 
     def _count_copies(self, now: float) -> None:
         """Those that live and tell nothing are taken to send as much as this one does."""
-        silent = len(self._replicas - self._heard_at.keys())
+        silent = len(self._replicas.difference(self._heard_at))
         for c in self.candidates.values():
             c.server.copied(1.0 + silent)
 
@@ -310,6 +316,8 @@ class Balancer:
         if not exclude:
             plain = self._qualified.get(key)
             if plain is not None:
+                if self._only_child:
+                    return self._pass(plain[0][0], plain[1], request.model)
                 return self._take(request, plain[0], plain[1], (), now, rng)
         serving = self._serving.get(key)
         if serving is None:
@@ -324,6 +332,15 @@ class Balancer:
             self._qualified[key] = (serving, ids)
             return self._take(request, serving, ids, (), now, rng)
         return self._filtered(request, serving, exclude, now, rng)
+
+    def _pass(self, c: Candidate, ids: tuple[str, ...], model: str) -> Pick:
+        """The only child of a node: it is compared with nothing, so nothing is predicted and it is only counted."""
+        c.in_flight += 1
+        if c.in_flight >= c.max_in_flight:
+            self._qualified.clear()
+        self._next += 1
+        self._passed[self._next] = c, model
+        return Pick(c.endpoint, Reservation(self._next, c.endpoint.id, self.parent), self.policy.name, ids, (0.0,), ())
 
     def _who_serves(self, key: Key, request: InferenceRequest, now: float, rng: Random) -> list[Candidate]:
         """Those the first filter leaves, remembered until the pool changes; of many in random order."""
@@ -563,7 +580,10 @@ class Balancer:
 
     def first_token(self, reservation: Reservation, now: float) -> None:
         """The first byte of the answer came; a second call for the same reservation changes nothing."""
-        held = self._held[reservation.id]
+        held = self._held.get(reservation.id)
+        if held is None:
+            assert reservation.id in self._passed
+            return
         if held.first_at is not None:
             return
         held.first_at = now
@@ -589,42 +609,43 @@ class Balancer:
         """
         if self._unseen:
             self._settle(now)
-        held = self._held.pop(reservation.id)
-        c, s = held.candidate, held.server
+        held = self._held.pop(reservation.id, None)
+        c, model = self._passed.pop(reservation.id) if held is None else (held.candidate, held.model)
         if c.in_flight >= c.max_in_flight:
             self._qualified.clear()
         c.in_flight -= 1
         assert c.in_flight >= 0
-        s.ended(held.prompt, held.output, held.context, now, decoding=held.decoding)
-        if outcome is Outcome.SUCCESS:
-            c.fitted(held.length + held.output)
-            self._learn(held, now, output_tokens)
-            if cached_tokens is not None:
-                c.prefix.corrected(held.length - held.prompt, cached_tokens)
-            if self.policy.weighted:
-                c.response_s.add(now - held.at, now)
+        if held is not None:
+            held.server.ended(held.prompt, held.output, held.context, now, decoding=held.decoding)
+            if outcome is Outcome.SUCCESS:
+                c.fitted(held.length + held.output)
+                self._learn(held, now, output_tokens)
+                if cached_tokens is not None:
+                    c.prefix.corrected(held.length - held.prompt, cached_tokens)
+                if self.policy.weighted:
+                    c.response_s.add(now - held.at, now)
         if not c.in_flight:
             c.emptied(now)
             if self._gone.get(c.endpoint.id) is c:
                 del self._gone[c.endpoint.id]
         if not self._held:
             self._unseen.clear()
-        self._judge(c, outcome, now, unreachable=unreachable, trial=held.trial)
+        self._judge(c, outcome, now, unreachable=unreachable, trial=held is not None and held.trial)
         if c.full or outcome is Outcome.OVERLOADED:
-            self._filled(held, outcome, now)
+            self._filled(c, c.queue_of(model), outcome, now)
         if outcome is Outcome.OVERLOADED:
             if c.depth == 2:  # of a region or cluster others that it holds may have room
                 c.busy_until = now + (retry_after_s if retry_after_s is not None else self.limits.busy_s)
             self._qualified.clear()
 
-    def _filled(self, held: _Held, outcome: Outcome, now: float) -> None:
-        """Keep what its refusals tell of how much it takes."""
-        c, key = held.candidate, held.candidate.queue_of(held.model)
+    def _filled(self, c: Candidate, key: str, outcome: Outcome, now: float) -> None:
+        """Keep what its refusals tell of how much it takes of what goes to one of its queues."""
         full = c.full.get(key)
         if full is not None:
             full.in_flight -= 1
         elif outcome is Outcome.OVERLOADED and len(c.full) < MODELS_CACHED:
-            held_there = sum(h.candidate is c and c.queue_of(h.model) == key for h in self._held.values())
+            held = [(h.candidate, h.model) for h in self._held.values()]
+            held_there = sum(o is c and c.queue_of(m) == key for o, m in (*held, *self._passed.values()))
             full = c.full[key] = Full(held_there)
         if full is None:
             return
@@ -650,6 +671,7 @@ class Balancer:
                 self._qualified.clear()
             if was_open and breaker.state is State.CLOSED:
                 self._starts(c, now)
+            self.ejections += not was_open and breaker.state is State.OPEN
 
     def ran_out(self, id_: str, request: InferenceRequest, now: float, *, certain: bool) -> frozenset[str]:
         """An instance's memory was too small for a request; not `certain`: it died over it, for whatever reason.
@@ -775,7 +797,7 @@ class Balancer:
     @property
     def in_flight(self) -> int:
         """Reservations held."""
-        return len(self._held)
+        return len(self._held) + len(self._passed)
 
     def quote(self, now: float) -> tuple[ServerLoad, ...]:
         """The servers below this pool that take work, each with what is under way on it."""

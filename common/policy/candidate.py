@@ -248,7 +248,7 @@ class Candidate:
         """Prompt tokens it would have to read: all but what is cached there, by its session or by its prefix."""
         warm, cached = request.warm, 0.0
         if len(warm) > self.depth and warm[: self.depth] == self.parent and warm[self.depth] == self.endpoint.id:
-            cached = request.warm_tokens
+            cached = float(request.warm_tokens)
         if request.prefix_hashes:
             cached = max(cached, self.prefix.held(request.prefix_hashes) * PREFIX_BLOCK_TOKENS)
         return max(request.input_tokens - cached, MIN_UNCACHED) if cached else float(request.input_tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from math import log2
+from typing import ClassVar
 
 
 class OutputLength:
@@ -17,10 +18,10 @@ class OutputLength:
     over about MEMORY samples. Beyond `max_keys` the key that was taught longest ago gives way.
     """
 
-    MEMORY = 500
-    PRIOR = 10.0
-    FIRST_GUESS = 128.0  # tokens; the median of public conversation traffic
-    FINE = 4  # buckets an octave of prompt length: what a service asks for has its own length of prompt and of answer
+    MEMORY: ClassVar = 500
+    PRIOR: ClassVar = 10.0
+    FIRST_GUESS: ClassVar = 128.0  # tokens; the median of public conversation traffic
+    FINE: ClassVar = 4  # buckets an octave of prompt: what asks with its own length of prompt has its own of answer
 
     __slots__ = ("_means", "max_keys")
 

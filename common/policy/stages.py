@@ -8,8 +8,8 @@ takeover is this loop's bound and not a mode. A stage that sheds gives the pick 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from common.policy import classic, filters, pickers, scorers
 from common.policy.balancer import Balancer, Policy
@@ -133,8 +133,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Hop:
+class Hop(NamedTuple):
     """One stage's pick on the way down, and whether this process ran it for a balancer that is gone."""
 
     path: Path
@@ -147,8 +146,7 @@ class Hop:
         return Tier.of(self.path)
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """Where a request goes next: to a peer that runs the rest, or (peer None) to the instance itself."""
 
     hops: tuple[Hop, ...]
@@ -194,7 +192,7 @@ def descend(
     balancer = balancers.get(start)
     if balancer is None:
         return Shed("no_endpoints", 1.0)
-    tried = {path[-1] for path in exclude if path[:-1] == start}
+    tried = {path[-1] for path in exclude if path[:-1] == start} if exclude else set()
     shed: Shed | None = None
     for _ in range(MAX_SIBLINGS):
         decision = balancer.pick(request, now, rng, tried)

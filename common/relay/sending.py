@@ -49,7 +49,7 @@ class Sending:
     exchange: Exchange
     head: bytes
     body: bytes
-    judge: Callable[[int, heads.Headers], Verdict]
+    judge: Callable[[Sending, int, heads.Headers], Verdict]  # told the sending: a closure over it would be a cycle
     first_byte: Callable[[], None]
     added: bytes = b""  # header lines added to a relayed answer's head
     replaced: tuple[bytes, ...] = ()  # prefixes of the server's header names that are left out of that head

@@ -157,6 +157,10 @@ def trace(
 
 GROUPS = {"rollout": "services.cli.rollout"}  # of several commands each
 ELSEWHERE = {  # commands whose options stand in a module of their own, which takes long to import
+    "explain": ("services.cli.ask", "explain"),
+    "route": ("services.cli.ask", "route"),
+    "top": ("services.cli.top", "top"),
+    "whatif": ("services.cli.ask", "whatif"),
     "bench": ("services.bench.__main__", "bench"),
     "demo": ("services.demo.__main__", "demo"),
     "engine": ("services.engine_sim.__main__", "command"),
