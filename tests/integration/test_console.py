@@ -123,6 +123,20 @@ async def test_a_takeover_is_seen_on_the_map():
         await page.wait_for_selector("section.cluster .tag.bad:has-text('run by tier-r')")
 
 
+async def test_an_instance_is_drained_and_given_back():
+    async with tiers(FakeEngine("one"), FakeEngine("two"), depth=3) as world, browser() as page:
+        await page.goto(f"{world.admin_url}/console")
+        await page.click("button[aria-label='Drain r/c/one']")
+        await page.click("dialog button.danger")
+        await page.wait_for_selector("li.server.warn:has-text('draining')")
+        for _ in range(4):
+            assert (await world.chat()).header("x-headwater-served-by") == "r/c/two"
+        await page.click("button[aria-label='Undrain r/c/one']")
+        await page.click("dialog button.danger")
+        await page.wait_for_selector("button[aria-label='Drain r/c/one']")
+        await page.wait_for_selector("li.server.warn", state="detached")
+
+
 async def test_it_survives_a_restart_of_its_tier(tmp_path: Path):
     async with FakeEngine("one") as engine:
         data, admin = PORTS.take(), PORTS.take()
