@@ -36,7 +36,7 @@ check: $(STAMP)
 UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header pyproject.toml
 lock:  # needs uv
 	$(UV_COMPILE) --all-extras -o requirements.lock
-	$(UV_COMPILE) --extra build -c requirements.lock -o requirements-run.lock
+	$(UV_COMPILE) --extra build --extra security -c requirements.lock -o requirements-run.lock
 
 proto: $(STAMP)
 	cd common/proto && ../../$(BIN)/python -m grpc_tools.protoc -I../.. --python_out=../.. --pyi_out=../.. --grpc_python_out=../.. ../../common/proto/load.proto
