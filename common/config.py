@@ -14,7 +14,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from common.errors import ConfigError
 
@@ -120,6 +120,9 @@ class Health(Section):
 class Drain(Section):
     """Leaving."""
 
+    notice_s: Annotated[float, Field(ge=0.0, le=600.0)] = 1.0
+    """After SIGTERM requests of clients are still taken for this long, each the last of its connection, so that what
+    balances in front notices; skipped while no client is connected."""
     grace_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 30.0
     """Requests under way may end within this after SIGTERM; then they are broken."""
 
@@ -197,6 +200,59 @@ class CorsSection(Section):
     """Origins that may call, as in https://app.example.com; `*` allows all."""
 
 
+class Streaming(Section):
+    """Answers that come in pieces."""
+
+    keepalive_comment_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
+    """A stream of server-sent events in which nothing moves gets a comment this often; 0: never."""
+
+
+class Forward(Section):
+    """What goes on to servers."""
+
+    drop_headers: tuple[str, ...] = (
+        "x-gateway-destination-endpoint",
+        "x-prefiller-host-port",
+        "x-prefiller-url",
+        "x-data-parallel-host-port",
+        "x-encoder-hosts-ports",
+    )
+    """Clients' headers that go no further, in any spelling: by these, sidecars of servers would let a client name the
+    address they call. Each begins with `x-`."""
+
+    @field_validator("drop_headers")
+    @classmethod
+    def _begin_with_x(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(re.fullmatch(r"[xX]-[A-Za-z0-9_-]{1,100}", name) for name in value):
+            raise ValueError("names of headers that begin with x-")
+        return value
+
+
+class TlsSection(Section):
+    """TLS of the data listener, towards peers, and towards instances whose URL is https."""
+
+    cert_file: str = ""
+    """Certificate chain of this process (PEM), shown to clients and peers; read anew when it changes."""
+    key_file: str = ""
+    """Its key."""
+    ca_file: str = ""
+    """Authority that signs all tiers' certificates: peers are checked against it, in both directions."""
+    peers_required: bool = False
+    """Whether a peer is believed only with a certificate of that authority, and not for its signature alone."""
+    instances_ca_file: str = ""
+    """Authority of instances' certificates; none: the system's."""
+    instances_verify: bool = True
+    """Whether instances' certificates are checked."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> TlsSection:
+        if bool(self.cert_file) != bool(self.key_file):
+            raise ValueError("cert_file and key_file go together")
+        if self.peers_required and not (self.ca_file and self.cert_file):
+            raise ValueError("peers_required needs ca_file, cert_file and key_file")
+        return self
+
+
 class Network(Section):
     """The network between tiers."""
 
@@ -233,6 +289,8 @@ class TierConfig(Section):
     """Where clients and peers send requests."""
     admin: HostPort = "127.0.0.1:9080"
     """Metrics, health and the admin API; keep it out of clients' reach."""
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+    """Processes that share the port of `listen`; each has its own name, admin port and reports."""
     advertise: str = ""
     """Host under which peers reach this process; default: the host of `listen`."""
     id: Name | None = None
@@ -250,6 +308,9 @@ class TierConfig(Section):
     tracing: Tracing = Tracing()
     auth: Auth = Auth()
     cors: CorsSection = CorsSection()
+    streaming: Streaming = Streaming()
+    forward: Forward = Forward()
+    tls: TlsSection = TlsSection()
     network: Network = Network()
     reports: Reports = Reports()
 

@@ -8,14 +8,14 @@ dead balancer's instances and a hand-back lets go of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 
 import structlog
 
 from common import clock
 from common.balancing import Balancing
-from common.reporting import ReportClient, ReportServer
+from common.reporting import ReportClient, ReportServer, Tls
 from common.types import Endpoint, LoadReport, Path, Pool
 
 log = structlog.get_logger()
@@ -29,7 +29,17 @@ Following = dict[str, dict[str, Path]]
 class Quotes:
     """Follows reports for a `Balancing`, rolls quotes up, and offers this node's own."""
 
-    def __init__(self, node: Path, balancing: Balancing, rng: Random, interval_s: float) -> None:
+    def __init__(
+        self,
+        node: Path,
+        balancing: Balancing,
+        rng: Random,
+        interval_s: float,
+        *,
+        tls: Tls | None = None,
+        on_peer: Callable[[str, bool], None] = lambda peer, heard: None,
+    ) -> None:
+        """`on_peer(id, heard)`: told when the reports of a balancer stop, and when they come again."""
         self._node = node
         self._balancing = balancing
         self._interval_s = interval_s
@@ -39,8 +49,9 @@ class Quotes:
         self._peers: dict[str, str] = {}  # address -> id of the balancer that reports there
         self._lost: set[str] = set()  # balancers that membership names and that do not report
         self._client = ReportClient(
-            balancing.process_id, rng, on_report=self._took, on_state=self._state, interval_s=interval_s
+            balancing.process_id, rng, on_report=self._took, on_state=self._state, interval_s=interval_s, tls=tls
         )
+        self._on_peer = on_peer
 
     def update(self, pools: Mapping[Path, Pool]) -> None:
         """Membership changed: follow what is needed now and nothing else."""
@@ -98,11 +109,13 @@ class Quotes:
                 self._lost.discard(peer)
                 log.info("balancer_back", balancer=peer)
             self._balancing.peer_back(peer)
+            self._on_peer(peer, True)
         else:
             if peer not in self._lost:
                 self._lost.add(peer)
                 log.warning("balancer_lost", balancer=peer, meanwhile="another of its node, or its stage is run here")
             self._balancing.peer_lost(peer)
+            self._on_peer(peer, False)
             # Another balancer of the node, or the level below it, is followed instead.
             asyncio.get_running_loop().call_soon(self.update, self._pools)
 

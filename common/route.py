@@ -3,6 +3,7 @@
 The first tier reads the body; the ones below read this header instead. It holds what policy sees of the request, the
 node it was sent to, how many servers have tried it, and which tiers it has passed, so that no request circles.
 Layout: base64url(JSON) "." base64url(HMAC-SHA256 of that text), the first key signing and every key verifying.
+A field that a newer peer adds is skipped by an older one, and one that an older peer lacks has its default.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ MAX_HOPS = 6  # tiers one request may pass; three is the longest honest way, wit
 MAX_HEADER_BYTES = 8192
 
 
+class OtherVersion(ValueError):  # noqa: N818 - a condition, as in `errors`
+    """A peer has signed what this version cannot read; it is no client's request, and must not be taken for one."""
+
+
 class Route(msgspec.Struct, array_like=True):
     """What travels with a request from tier to tier."""
 
@@ -35,7 +40,7 @@ _decoder = msgspec.json.Decoder(Route)
 
 
 class RouteSigner:
-    """Writes and checks route headers with shared keys."""
+    """Writes and checks route headers with shared keys, which may be replaced while it is in use."""
 
     def __init__(self, keys: tuple[bytes, ...]) -> None:
         assert keys, "a signer needs at least one key"
@@ -47,7 +52,7 @@ class RouteSigner:
         return text + b"." + self._mac(self.keys[0], text)
 
     def verify(self, value: bytes) -> Route | None:
-        """The route, or None for anything that no peer with one of our keys has signed."""
+        """The route, or None for anything that no peer with one of our keys has signed. Raises OtherVersion."""
         text, dot, mac = value.partition(b".")
         if not dot or len(value) > MAX_HEADER_BYTES:
             return None
@@ -55,8 +60,8 @@ class RouteSigner:
             return None
         try:
             return _decoder.decode(urlsafe_b64decode(text))
-        except (msgspec.DecodeError, msgspec.ValidationError, Base64Error):
-            return None  # signed by a peer of another version
+        except (msgspec.DecodeError, msgspec.ValidationError, Base64Error) as error:
+            raise OtherVersion(f"a peer of another version says what is not understood here: {error}") from None
 
     @staticmethod
     def _mac(key: bytes, text: bytes) -> bytes:

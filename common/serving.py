@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
-from common import apis, clock, tracecontext
+from common import answers, apis, clock, tracecontext
 from common.affinity import Affinity
+from common.answers import Meaning
 from common.balancing import Balancing
 from common.errors import (
     BadRequest,
     ConnectFailed,
     FirstByteTimeout,
     LBError,
-    ModelNotFound,
     NoEndpoints,
     RejectedError,
     ResetBeforeByte,
@@ -28,31 +28,33 @@ from common.errors import (
     StreamBroken,
     UpstreamError,
 )
+from common.intake import Intake
 from common.policy.admission import RetryBudget
 from common.policy.output_length import OutputLength
 from common.policy.stages import Route
 from common.records import AttemptRecord, Ending, RequestRecord, StageRecord
 from common.relay import cors, heads
 from common.relay.body import Observer
-from common.relay.client import Exchange
-from common.relay.coding import decoded
+from common.relay.exchange import Exchange
+from common.relay.keepalive import Pings
 from common.relay.relay import Relay
-from common.relay.upstream import Answer, Sending, Verdict
-from common.route import HEADER, MAX_HOPS, RouteSigner
+from common.relay.sending import Answer, Sending, Verdict
+from common.replies import ATTEMPTS, DECISION, REJECTED, SERVED_BY, Replies
+from common.route import HEADER, RouteSigner
 from common.route import Route as RouteHeader
 from common.store.base import Placement
 from common.telemetry import Telemetry
 from common.types import InferenceRequest, Outcome, Path, Shed
 
-REJECTED = b"x-headwater-rejected"  # a peer dispatched nothing: the tier above may try a sibling
-SERVED_BY = b"x-headwater-served-by"
-DECISION = b"x-headwater-decision"
-ATTEMPTS = b"x-headwater-attempts"
 MAX_TRIES = 8  # hops tried for one request, refused connections and rejections included
 PEER_SLACK_S = 1.0  # by how much a tier waits longer than the one below it
-MAX_RETRY_AFTER_S = 60.0  # a server may ask for no longer a pause
 OVERLOAD = (429, 503, 529)
-DECODED_HERE_BYTES = 65_536  # compressed bodies above this are decoded by a thread
+OUTCOMES = {  # of an answer that was passed on with a status of 500 or more; what is not here is a failure
+    Meaning.OVERLOAD: Outcome.OVERLOADED,
+    Meaning.LOADING: Outcome.OVERLOADED,
+    Meaning.CLIENT: Outcome.IGNORED,
+    Meaning.NO_MODEL: Outcome.IGNORED,
+}
 
 
 @dataclass(slots=True)
@@ -87,8 +89,11 @@ class Serving:
         attempts: int,
         budget_ratio: float,
         sample_ratio: float,
-        allowed_origins: tuple[str, ...] = (),
         rng: Random,
+        allowed_origins: tuple[str, ...] = (),
+        dropped_headers: frozenset[bytes] = frozenset(),
+        comment_s: float = 0.0,
+        verified_peers: bool = False,
     ) -> None:
         self.process_id = process_id
         self.node = node
@@ -98,11 +103,15 @@ class Serving:
         self.signer = signer
         self.lengths = OutputLength()
         self.relay: Relay
-        self.cors = cors.Cors(allowed_origins)
+        self.intake = Intake(balancing, affinity, signer, self.lengths, verified_peers=verified_peers)
+        self.replies = Replies(allowed_origins)
         self._local = local
         self._attempts = attempts
         self._budget = RetryBudget(budget_ratio)
         self._sample_ratio = sample_ratio
+        self._dropped = dropped_headers
+        self._comment_s = comment_s
+        self._via = b"via: 1.1 %b\r\n" % self.intake.pseudonym
         self._rng = rng
 
     # -- one request -------------------------------------------------------------------------------------------------
@@ -110,24 +119,28 @@ class Serving:
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request."""
         matched = apis.match(exchange.method.decode("latin-1"), exchange.path)
+        if exchange.method == b"OPTIONS" and self.replies.preflight(exchange):
+            return
         if matched is None:
-            await self._answer_locally(exchange)
+            await self._local(exchange, self.replies.cors.answer(exchange.headers))
             return
         api = matched.api
         context = tracecontext.read(exchange.headers, self._rng, self._sample_ratio)
         record = self._open(exchange, api, context)
         try:
-            carried = await self._read(exchange, matched, record, context)
+            told = await self.intake.read(exchange, matched, record)
             self.telemetry.began(record)
-            await self._carry(carried)
+            await self._carry(self._carried(exchange, api, record, context, told))
         except LBError as error:
-            self._answer_error(exchange, api, record, error)
+            self.replies.error(exchange, api, record, error)
         except asyncio.CancelledError:
-            record.ending = Ending.CLIENT_LEFT
+            record.ending = Ending.REFUSED if exchange.ended else Ending.CLIENT_LEFT
             raise
         finally:
             record.ended_at = clock.now()
             record.status = record.status or exchange.status
+            if exchange.pings is not None:
+                exchange.pings.stop()
             self.telemetry.ended(record)
 
     def _open(self, exchange: Exchange, api: apis.Api, context: tracecontext.TraceContext) -> RequestRecord:
@@ -145,82 +158,31 @@ class Serving:
             operation=api.operation,
         )
 
-    async def _answer_locally(self, exchange: Exchange) -> None:
-        """A preflight, or what the application beside the relay answers."""
-        if exchange.method == b"OPTIONS" and heads.find(exchange.headers, b"origin") is not None:
-            fields = self.cors.preflight(exchange.headers)
-            if fields is not None:
-                exchange.client.respond(204, fields, b"")
-                return
-            family = apis.family_of(exchange.path)
-            body = apis.error_body(family, (403, "this origin may not call here; see cors.allowed_origins"))
-            exchange.client.respond(403, [(b"content-type", b"application/json")], body)
-            return
-        await self._local(exchange, self.cors.answer(exchange.headers))
-
-    async def _read(
-        self, exchange: Exchange, matched: apis.Match, record: RequestRecord, context: tracecontext.TraceContext
+    def _carried(
+        self,
+        exchange: Exchange,
+        api: apis.Api,
+        record: RequestRecord,
+        context: tracecontext.TraceContext,
+        told: RouteHeader,
     ) -> _Carried:
-        """What policy needs to know: from the peer's header, or from the body when the request begins here."""
-        header = heads.find(exchange.headers, HEADER)
-        told = self.signer.verify(header) if header is not None else None
-        if told is not None and len(told.visited) >= MAX_HOPS:
-            raise NoEndpoints("the request has passed too many tiers")
-        record.from_peer = told is not None
-        record.executions = told.attempts if told is not None else 0
-        request = told.request if told is not None else await self._understand(exchange, matched, record, context)
-        record.model, record.stream, record.tenant = request.model, request.stream, request.tenant
-        record.input_tokens, record.has_session = request.input_tokens, bool(request.session)
-        record.predicted_output_tokens = request.output_tokens
+        request = told.request
+        # A client's stream may be kept up with comments here; what comes from a peer is kept up by that peer.
+        if self._comment_s and request.stream and not record.from_peer and api.family is not apis.Family.OLLAMA:
+            added = heads.lines([(DECISION, record.id.encode()), *self.replies.cors.answer(exchange.headers)])
+            exchange.pings = Pings(exchange, self._comment_s, added)
+        dropped = frozenset() if record.from_peer else self._dropped
         return _Carried(
             exchange,
-            matched.api,
+            api,
             request,
-            told.node if told is not None else (),
+            told.node,
             record,
             context,
-            heads.passed_on(exchange.headers),
-            (*(told.visited if told is not None else ()), self.process_id),
+            heads.passed_on(exchange.headers, dropped),
+            (*told.visited, self.process_id),
             set(),
         )
-
-    async def _understand(
-        self, exchange: Exchange, matched: apis.Match, record: RequestRecord, context: tracecontext.TraceContext
-    ) -> InferenceRequest:
-        coding = exchange.header(b"content-encoding")
-        if coding is not None:
-            await self._decode(exchange, coding)
-        api, ask = matched.api, apis.understand(matched, exchange.header, exchange.body)
-        model = record.model = ask.model
-        if self.balancing.empty:
-            raise NoEndpoints("no instance is registered yet", retry_after_s=1.0)
-        if not api.model_optional and not self.balancing.known(model) and not self.balancing.any_model():
-            raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
-        input_tokens = max(1, round(ask.size / apis.BYTES_PER_TOKEN))
-        request = InferenceRequest(
-            context.trace_id,
-            model,
-            api.family.value,
-            ask.stream,
-            input_tokens,
-            ask.cap,
-            self.lengths.expect(model, "", input_tokens, ask.cap) if api.generates else 0.0,
-            ask.prefix_hashes,
-            ask.session,
-        )
-        placement = await self.affinity.lookup(ask.session) if ask.session else None
-        if placement is None:
-            return request
-        return replace(request, warm=placement.path, warm_tokens=placement.tokens)
-
-    async def _decode(self, exchange: Exchange, codings: str) -> None:
-        """Take a request's content codings off: routing has to read the body, and few servers could."""
-        limit = exchange.client.limits.max_body_bytes
-        if len(exchange.body) > DECODED_HERE_BYTES:
-            exchange.body = await asyncio.to_thread(decoded, exchange.body, codings, limit)
-        else:
-            exchange.body = decoded(exchange.body, codings, limit)
-        exchange.headers = [(k, v) for k, v in exchange.headers if k != b"content-encoding"]
 
     async def _carry(self, c: _Carried) -> None:
         """Try routes until one answers, or the budget says stop."""
@@ -248,12 +210,13 @@ class Serving:
             else:
                 if answer.relayed:
                     return
-                refusal = answer
+                refusal = _sooner(refusal, answer)
                 c.exclude.add(route.target)
-                if not self._may_retry(c):
+                refused = answer.status in OVERLOAD or heads.find(answer.headers, REJECTED) is not None
+                if not refused or not self._may_retry(c):
                     break
         if refusal is not None:
-            self._pass_refusal(c, refusal)
+            self.replies.refusal(c.exchange, c.api, c.record, refusal)
             return
         if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
             raise NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
@@ -286,9 +249,14 @@ class Serving:
             unreachable = isinstance(error, ConnectFailed)
             if unreachable and not route.peer:
                 c.record.executions -= 1  # it never saw the request
-            outcome = Outcome.IGNORED if route.peer else Outcome.FAILED
-            if isinstance(error, StreamBroken) and c.exchange.status:
+            outcome = Outcome.IGNORED if route.peer or c.exchange.ended else Outcome.FAILED
+            if isinstance(error, StreamBroken) and c.exchange.committed:
                 c.record.ending, c.record.error = Ending.BROKE_AFTER, error.code
+            raise
+        except RejectedError as error:
+            attempt.error = error.code
+            if not route.peer:
+                c.record.executions -= 1
             raise
         finally:
             attempt.ended_at = clock.now()
@@ -308,6 +276,8 @@ class Serving:
         if route.peer:
             told = RouteHeader(c.request, route.target, c.record.executions, c.visited)
             added += b"%b: %b\r\n" % (HEADER, self.signer.sign(told))
+        else:
+            added += self._via
         exchange = c.exchange
         has_body = exchange.method not in (b"GET", b"HEAD") or bool(exchange.body)
         head = heads.request_head(
@@ -325,9 +295,11 @@ class Serving:
                 c.record.executions = max(c.record.executions, _int(heads.find(headers, ATTEMPTS)))
             if heads.find(headers, REJECTED) is not None if route.peer else status in OVERLOAD:
                 return Verdict.COLLECT
+            if exchange.status and not _continues_events(status, headers):
+                return Verdict.COLLECT  # keep-alive comments have begun another answer than this one
             sending.added = self._response_headers(c, route, headers)
-            if self.cors and not c.record.from_peer:
-                sending.added += heads.lines(self.cors.answer(exchange.headers))
+            if self.replies.cors and not c.record.from_peer:
+                sending.added += heads.lines(self.replies.cors.answer(exchange.headers))
                 sending.replaced = cors.PREFIX
             return Verdict.RELAY
 
@@ -360,17 +332,21 @@ class Serving:
     def _judged(self, c: _Carried, route: Route, answer: Answer) -> tuple[Outcome, float | None]:
         """What an answer says of the endpoint, and for how long it wants to be left alone."""
         c.record.status = answer.status
-        if not answer.relayed:
-            if route.peer and (heads.find(answer.headers, REJECTED) or b"") != b"saturated":
-                return Outcome.IGNORED, None
-            return Outcome.OVERLOADED, _retry_after(answer.headers)
-        c.record.ending = Ending.COMPLETE
-        if answer.status >= 500:
-            return (Outcome.IGNORED if route.peer else Outcome.FAILED), None
-        if answer.status >= 400:
+        if answer.relayed:
+            c.record.ending = Ending.COMPLETE
+        if answer.status < 400:
+            if answer.relayed:
+                self._learn(c, answer)
+            return Outcome.SUCCESS, None
+        if route.peer:  # its own tier has judged the server; what it refuses as full counts for its node
+            full = not answer.relayed and heads.find(answer.headers, REJECTED) == b"saturated"
+            return (Outcome.OVERLOADED, answers.retry_after(answer.headers)) if full else (Outcome.IGNORED, None)
+        if answer.status in OVERLOAD:
+            return Outcome.OVERLOADED, answers.retry_after(answer.headers)
+        if answer.status < 500:
             return Outcome.IGNORED, None
-        self._learn(c, answer)
-        return Outcome.SUCCESS, None
+        reading = answers.classify(route.endpoint.engine, answer.status, answer.headers, answer.body)
+        return OUTCOMES.get(reading.meaning, Outcome.FAILED), reading.retry_after_s
 
     def _learn(self, c: _Carried, answer: Answer) -> None:
         if not c.api.generates:
@@ -392,7 +368,7 @@ class Serving:
 
     async def _again_after(self, c: _Carried, route: Route, error: UpstreamError) -> bool:
         """Whether a failure may be tried elsewhere; excludes what failed."""
-        if c.exchange.status:
+        if c.exchange.committed or c.exchange.ended:
             return False  # bytes of an answer are with the client
         if route.peer is not None:
             # A peer that is gone closed its own connections, so what it had sent on was given up by the server.
@@ -409,7 +385,7 @@ class Serving:
             return False  # the server is alive and may have executed it: never twice
         return self._may_retry(c)
 
-    # -- answers of our own ------------------------------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------------------------
 
     def _shed(self, c: _Carried, shed: Shed) -> LBError:
         if shed.reason == "saturated":
@@ -419,32 +395,6 @@ class Serving:
         return NoEndpoints(
             f"no instance of the model `{c.request.model[:200]}` is available", retry_after_s=shed.retry_after_s
         )
-
-    def _pass_refusal(self, c: _Carried, answer: Answer) -> None:
-        """All refused for load: the client gets the last server's own words."""
-        kept = [(key, value) for key, value in answer.headers if key not in heads.OURS and not heads.internal(key)]
-        added = [(DECISION, c.request.id.encode())]
-        if c.record.from_peer:
-            # By those that were tried, which says nothing of this node: its other endpoints may be free.
-            added += [(REJECTED, b"refused"), (ATTEMPTS, b"%d" % c.record.executions)]
-        c.record.ending, c.record.error = Ending.REFUSED, "overloaded"
-        c.exchange.client.respond(answer.status, kept, answer.body, heads.lines(added))
-
-    def _answer_error(self, exchange: Exchange, api: apis.Api, record: RequestRecord, error: LBError) -> None:
-        record.error = error.code
-        if exchange.status:
-            return  # the relay has ended it in the open already
-        record.status = error.status
-        record.ending = Ending.BROKE_BEFORE if isinstance(error, UpstreamError) else Ending.REFUSED
-        headers = [(b"content-type", b"application/json"), *self.cors.answer(exchange.headers)]
-        added = [(DECISION, record.id.encode())]
-        if error.retry_after_s is not None:
-            headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
-        if record.from_peer:
-            added.append((ATTEMPTS, b"%d" % record.executions))
-            if isinstance(error, RejectedError):
-                added.append((REJECTED, error.code.encode()))
-        exchange.client.respond(error.status, headers, apis.error_body(api.family, error), heads.lines(added))
 
     def _note_stages(self, c: _Carried, route: Route) -> None:
         now = clock.now()
@@ -470,9 +420,16 @@ def _int(value: bytes | None) -> int:
     return int(value) if value is not None and value.isdigit() else 0
 
 
-def _retry_after(headers: heads.Headers) -> float | None:
-    """Seconds a server asks to be left alone, bounded; None when it does not say or makes no sense."""
-    value = heads.find(headers, b"retry-after")
-    if value is None or not value.strip().isdigit():
-        return None
-    return min(float(value), MAX_RETRY_AFTER_S)
+def _continues_events(status: int, headers: heads.Headers) -> bool:
+    """Whether an answer can go on where our own comments have begun one."""
+    kind = heads.find(headers, b"content-type") or b""
+    coded = heads.find(headers, b"content-encoding") is not None
+    return status == 200 and kind.startswith(b"text/event-stream") and not coded
+
+
+def _sooner(one: Answer | None, other: Answer) -> Answer:
+    """Of two refusals the one that may be tried again sooner; the later one where neither says."""
+    if one is None:
+        return other
+    pauses = (answers.retry_after(one.headers), answers.retry_after(other.headers))
+    return one if pauses[0] is not None and (pauses[1] is None or pauses[0] <= pauses[1]) else other

@@ -1,7 +1,9 @@
 """One tier as a process: builds what `serving` needs from a configuration, runs it, and leaves in good order.
 
-Start: configuration, stores, listener, membership, reports, admin. Leaving (SIGTERM): readiness fails, the registration
-is revoked, nothing new is taken, what is under way ends within the grace; a second SIGTERM ends at once.
+Start: configuration, stores, listener, membership, reports, admin. Leaving (SIGTERM): readiness fails and the
+registration is revoked at once; for a moment clients are still served, each for the last time on its connection, so
+that whatever balances in front can notice; then what is under way ends within the grace, and what does not is ended in
+the open. A second SIGTERM ends at once.
 """
 
 from __future__ import annotations
@@ -13,16 +15,18 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
 from random import Random
 from socket import AF_INET, AF_INET6, create_server, gethostname
+from ssl import SSLContext
 
 import structlog
 import uvicorn
 
-from common import apis, clock
+from common import apis, backing, clock
 from common.admin import admin_app
 from common.affinity import Affinity
 from common.balancing import Balancing
 from common.config import TierConfig
-from common.errors import ConfigError, ConnectFailed, Saturated, StoreUnavailable
+from common.errors import ConfigError, ConnectFailed, RejectedError
+from common.hung import HungPeers
 from common.local import local_app
 from common.membership import Membership
 from common.policy.balancer import Policy
@@ -30,23 +34,22 @@ from common.policy.candidate import Limits
 from common.policy.stages import POLICIES, policy_named
 from common.quotes import Quotes
 from common.relay.asgi import AsgiApp, answer_with
-from common.relay.client import Exchange
+from common.relay.exchange import Exchange
 from common.relay.heads import Headers
 from common.relay.relay import Relay
-from common.reporting import ReportServer
-from common.route import RouteSigner
+from common.relay.tls import Certificates
+from common.reporting import ReportServer, Tls
 from common.serving import Serving
 from common.spans import OtlpExport
-from common.store.base import AffinityStore, MembershipStore
-from common.store.memory import MemoryAffinityStore, MemoryMembershipStore
+from common.store.base import MembershipStore
 from common.telemetry import Telemetry
 from common.types import Path, Peer, Pool, Tier
 
 log = structlog.get_logger()
 
-STORE_START_S = 5.0  # etcd must answer within this when a tier starts
 ADMIN_STOP_S = 1.0
 ROUND_TRIPS_KEPT = 5  # the least of the last five handshakes is the distance; what is above it is scheduling
+TLS_ROUND_TRIPS = 2  # of a handshake: one for TCP, one for TLS 1.3
 
 
 class TierProcess:
@@ -76,6 +79,7 @@ class TierProcess:
         self._told = asyncio.Event()  # set whenever membership speaks
         self._tasks: list[asyncio.Task[None]] = []
         self._round_trips: dict[str, list[float]] = {}
+        self._peer_urls: dict[str, str] = {}  # of all balancers that membership knows, by id
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -86,57 +90,22 @@ class TierProcess:
         work; then nothing is left running.
         """
         config = self.config
-        store = self._store if self._store is not None else await self._membership_store()
+        self._certificates = Certificates(config.tls)
+        store = self._store if self._store is not None else await backing.membership_store(config.etcd)
         self._store = store
-        signer = RouteSigner(await self._route_keys(store))
+        self._keys = backing.RouteKeys(config.auth, config.etcd, store)
+        self.signer = await self._keys.signer()
         self.id = config.id or self._default_id()
         limits = Limits(config.upstream.max_in_flight, config.health.eject_after, config.health.cooldown_s)
         self.balancing = Balancing(self.id, self._serves, self._policy, limits, self._rng)
-        self._affinity_store = self._make_affinity_store()
-        affinity = Affinity(
-            self._affinity_store, timeout_s=config.affinity.timeout_s, max_sessions=config.affinity.max_sessions
+        self._affinity_store = backing.affinity_store(config.redis)
+        self._make_telemetry()
+        self._make_serving()
+        tls = Tls(config.tls.cert_file, config.tls.key_file, config.tls.ca_file) if config.tls.cert_file else None
+        self.quotes = Quotes(
+            self.node, self.balancing, self._rng, config.reports.interval_s, tls=tls, on_peer=self._heard_of
         )
-        export = None
-        if config.tracing.otlp_endpoint:
-            export = OtlpExport(config.tracing.otlp_endpoint, self.id, self.tier.value)
-        self._export = export
-        self.telemetry = Telemetry(
-            recent=config.tracing.recent,
-            known_model=self.balancing.known,
-            access_log=config.log.access,
-            export=export,
-        )
-        local: AsgiApp = local_app(self.balancing, lambda: not self.draining)
-
-        async def answer_locally(exchange: Exchange, added: Headers) -> None:
-            await answer_with(local, exchange, added)
-
-        self.serving = Serving(
-            self.id,
-            self.node,
-            self.balancing,
-            affinity,
-            self.telemetry,
-            signer,
-            answer_locally,
-            attempts=config.retry.attempts,
-            budget_ratio=config.retry.budget_ratio,
-            sample_ratio=config.tracing.sample_ratio,
-            allowed_origins=config.cors.allowed_origins,
-            rng=self._rng,
-        )
-        self.relay = Relay(
-            self.serving.serve,
-            _refusal,
-            config.limits,
-            config.upstream,
-            max_connections=config.limits.max_connections,
-            half_close=config.upstream.half_close,
-        )
-        self.relay.delay_of = self._delay_of
-        self.serving.relay = self.relay
-        self.quotes = Quotes(self.node, self.balancing, self._rng, config.reports.interval_s)
-        self.reports = ReportServer(interval_s=config.reports.interval_s)
+        self.reports = ReportServer(interval_s=config.reports.interval_s, tls=tls)
         self.quotes.offer(self.reports)
         self.membership = Membership(
             store,
@@ -151,29 +120,79 @@ class TierProcess:
             await self._close(0.0)
             raise
 
+    def _make_telemetry(self) -> None:
+        config = self.config
+        self._export = None
+        if config.tracing.otlp_endpoint:
+            self._export = OtlpExport(config.tracing.otlp_endpoint, self.id, self.tier.value)
+        self.telemetry = Telemetry(
+            recent=config.tracing.recent,
+            known_model=self.balancing.known,
+            access_log=config.log.access,
+            export=self._export,
+        )
+
+    def _make_serving(self) -> None:
+        config = self.config
+        affinity = Affinity(
+            self._affinity_store, timeout_s=config.affinity.timeout_s, max_sessions=config.affinity.max_sessions
+        )
+        local: AsgiApp = local_app(self.balancing, lambda: not self.draining)
+
+        async def answer_locally(exchange: Exchange, added: Headers) -> None:
+            await answer_with(local, exchange, added)
+
+        self.serving = Serving(
+            self.id,
+            self.node,
+            self.balancing,
+            affinity,
+            self.telemetry,
+            self.signer,
+            answer_locally,
+            attempts=config.retry.attempts,
+            budget_ratio=config.retry.budget_ratio,
+            sample_ratio=config.tracing.sample_ratio,
+            rng=self._rng,
+            allowed_origins=config.cors.allowed_origins,
+            dropped_headers=frozenset(n.lower().replace("_", "-").encode() for n in config.forward.drop_headers),
+            comment_s=config.streaming.keepalive_comment_s,
+            verified_peers=config.tls.peers_required,
+        )
+        self.relay = Relay(
+            self.serving.serve, _refusal, config.limits, config.upstream, half_close=config.upstream.half_close
+        )
+        self.relay.delay_of = self._delay_of
+        self.relay.tls_of = self._tls_of
+        self.serving.relay = self.relay
+        self._hung = HungPeers(self.relay)
+
     async def _listen(self, prepare: Callable[[], Awaitable[None]] | None) -> None:
         config = self.config
         host, port = _split(config.listen)
         report_port = await self.reports.start(config.reports.listen)
-        self._spawn(self._warm_affinity(), "affinity")
+        self._spawn(backing.warm(self._affinity_store), "affinity")
         self._spawn(self.membership.run(), "membership")
+        self._spawn(self._keys.follow(self.signer), "route keys")
+        self._spawn(self._certificates.watch(), "certificates")
         self._spawn(self.quotes.run(), "quotes")
         self._spawn(self._measure_round_trips(), "round trips")
         # The first request must not meet a process that has not heard yet what there is.
-        await self.until(bool, STORE_START_S)
+        await self.until(bool, backing.STORE_START_S)
         if prepare is not None:
             await prepare()
         try:
-            self.port = await self.relay.listen(host, port)
+            self.port = await self.relay.listen(host, port, shared=config.workers > 1, tls=self._certificates.listener)
         except OSError as error:
             raise ConfigError(f"cannot listen on {config.listen}: {error.strerror or error}") from None
         await self._start_admin()
         advertised = config.advertise or ("127.0.0.1" if host in ("0.0.0.0", "::") else host)
         report_host, _ = _split(config.reports.listen)
+        self._own_url = f"{'https' if config.tls.cert_file else 'http'}://{_bracketed(advertised)}:{self.port}"
         peer = Peer(
             self.id,
-            f"http://{advertised}:{self.port}",
-            f"{advertised if report_host in ('0.0.0.0', '::') else report_host}:{report_port}",
+            self._own_url,
+            f"{_bracketed(advertised if report_host in ('0.0.0.0', '::') else report_host)}:{report_port}",
             f"http://{advertised if _split(config.admin)[0] in ('0.0.0.0', '::') else '127.0.0.1'}:{self.admin_port}",
         )
         await self.membership.register_balancer(self.node, peer)
@@ -181,50 +200,6 @@ class TierProcess:
     def _default_id(self) -> str:
         where = "-".join(self.node) or "global"
         return f"{where}-{gethostname().split('.')[0]}-{_split(self.config.listen)[1] or secrets.token_hex(3)}"
-
-    async def _membership_store(self) -> MembershipStore:
-        etcd = self.config.etcd
-        if not etcd.urls:
-            return MemoryMembershipStore()
-        from common.store.etcd import EtcdMembershipStore, EtcdTls  # noqa: PLC0415 - gRPC is not needed without it
-
-        store = EtcdMembershipStore(
-            etcd.urls,
-            user=etcd.user,
-            password=etcd.password,
-            tls=EtcdTls(etcd.ca_file, etcd.cert_file, etcd.key_file),
-            check_interval_s=etcd.ttl_s / 5.0,
-        )
-        try:
-            await store.ping(STORE_START_S)
-        except StoreUnavailable as error:
-            await store.close()
-            raise ConfigError(f"etcd.urls: no etcd answers at {', '.join(etcd.urls)}: {error}") from None
-        return store
-
-    def _make_affinity_store(self) -> AffinityStore:
-        redis = self.config.redis
-        if not redis.url:
-            return MemoryAffinityStore()
-        from common.store.redis import RedisAffinityStore  # noqa: PLC0415
-
-        return RedisAffinityStore(redis.url, budget_ms=redis.budget_ms)
-
-    async def _warm_affinity(self) -> None:
-        """Connect to the affinity store before the first request, whose budget a handshake would not fit into."""
-        try:
-            await self._affinity_store.ping(STORE_START_S)
-        except StoreUnavailable as error:
-            log.warning("affinity_store_unavailable", reason=str(error))
-
-    async def _route_keys(self, store: MembershipStore) -> tuple[bytes, ...]:
-        """Configured keys, or one that all tiers of this etcd share, made by whoever comes first."""
-        if self.config.auth.route_keys:
-            return tuple(key.encode() for key in self.config.auth.route_keys)
-        try:
-            return (await store.put_if_absent(f"{self.config.etcd.prefix}/route_key", secrets.token_hex(32).encode()),)
-        except StoreUnavailable as error:
-            raise ConfigError(f"etcd.urls: the route key cannot be read: {error}") from None
 
     def _policy(self, path: Path) -> Policy:
         policy = self.config.policy
@@ -264,8 +239,18 @@ class TierProcess:
         self._told.set()
         self.balancing.update(pools)
         self.quotes.update(pools)
-        urls = {p.url for pool in pools.values() for e in pool.endpoints for p in e.balancers}
-        self.relay.keep_only(urls | {e.url for pool in pools.values() for e in pool.endpoints if e.url})
+        before = self._peer_urls
+        self._peer_urls = {p.id: p.url for pool in pools.values() for e in pool.endpoints for p in e.balancers}
+        instances = {e.url for pool in pools.values() for e in pool.endpoints if e.url}
+        self.relay.keep_only({*self._peer_urls.values(), *instances})
+        for id_ in before.keys() - self._peer_urls.keys():
+            self._hung.doubt(before[id_])
+
+    def _heard_of(self, peer_id: str, heard: bool) -> None:
+        """A balancer's reports have stopped, or come again."""
+        url = self._peer_urls.get(peer_id)
+        if url is not None:
+            (self._hung.trust if heard else self._hung.doubt)(url)
 
     def _admin_urls(self) -> frozenset[str]:
         peers = [p for pool in self.pools.values() for e in pool.endpoints for p in e.balancers]
@@ -284,6 +269,12 @@ class TierProcess:
                     return table.get(region, 0.0)
         return 0.0
 
+    def _tls_of(self, url: str) -> SSLContext | None:
+        if not url.startswith("https:"):
+            return None
+        certificates = self._certificates
+        return certificates.peers if url in self._peer_urls.values() else certificates.instances
+
     async def _measure_round_trips(self) -> None:
         """A handshake to each region every few seconds, over the relay's own dialler."""
         while True:
@@ -294,10 +285,12 @@ class TierProcess:
                 if peer is None:
                     continue
                 began = clock.now()
-                with suppress(ConnectFailed, Saturated):
-                    (await self.relay.pool(peer.url).connect(fresh=True)).put_back()
+                with suppress(ConnectFailed, RejectedError):
+                    connections = self.relay.pool(peer.url)
+                    connections.put_back(await connections.connect(fresh=True))
+                    took = (clock.now() - began) / (TLS_ROUND_TRIPS if peer.url.startswith("https:") else 1)
                     kept = self._round_trips.setdefault(endpoint.id, [])
-                    kept.append(clock.now() - began)
+                    kept.append(took)
                     del kept[:-ROUND_TRIPS_KEPT]
                     self.balancing.round_trip((endpoint.id,), min(kept))
 
@@ -326,11 +319,16 @@ class TierProcess:
         self._stop.set()
 
     async def stop(self) -> None:
-        """Leave: revoke the registration, finish what is under way, close everything."""
-        self.draining = True
+        """Leave: revoke the registration, give notice, finish what is under way, close everything."""
+        self.draining = self.serving.intake.leaving = True
+        drain = self.config.drain
+        began = clock.now()
         log.info("draining", id=self.id, in_flight=len([c for c in self.relay.connections if c.current]))
-        await self.membership.close()
-        await self._close(self.config.drain.grace_s)
+        self.relay.listener.last_call()
+        revoked = asyncio.ensure_future(self.membership.close())
+        await self.relay.listener.quiet(min(drain.notice_s, drain.grace_s))
+        await revoked
+        await self._close(max(0.0, drain.grace_s - (clock.now() - began)))
         log.info("stopped", id=self.id)
 
     def abort(self) -> None:
@@ -342,6 +340,7 @@ class TierProcess:
 
     async def _close(self, grace_s: float) -> None:
         await self.relay.close(grace_s)
+        self._hung.close()
         await self.quotes.close()
         await self.reports.close()
         if hasattr(self, "_admin"):
@@ -381,3 +380,8 @@ def _crash_loudly(task: asyncio.Task[None]) -> None:
 def _split(host_port: str) -> tuple[str, int]:
     host, _, port = host_port.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def _bracketed(host: str) -> str:
+    """A host as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host

@@ -204,6 +204,14 @@ class Score(NamedTuple):
     terms: tuple[float, ...]
 
 
+class Removed(NamedTuple):
+    """What one filter took out of a choice: how many candidates, and the first of them by id."""
+
+    filter: str
+    count: int
+    endpoints: tuple[str, ...]
+
+
 class Pick(NamedTuple):
     """Send it to `endpoint`. The columns have one cost for each of `candidates`, one column a term that differs."""
 
@@ -215,6 +223,7 @@ class Pick(NamedTuple):
     columns: tuple[tuple[str, Sequence[float]], ...]  # (term, one cost a candidate); what is zero for all is left out
     predicted_ttft_s: float | None = None
     predicted_total_s: float | None = None
+    removed: tuple[Removed, ...] = ()  # by the filters, in order
 
     @property
     def scores(self) -> tuple[Score, ...]:
@@ -233,12 +242,12 @@ class Pick(NamedTuple):
 class Shed(NamedTuple):
     """Refuse it. `reason` is saturated, loading, no_endpoints, model_not_found, too_large or deadline_exceeded.
 
-    `filters` has how many candidates each filter removed, in order.
+    `removed`: by the filters, in order.
     """
 
     reason: str
     retry_after_s: float | None = None
-    filters: tuple[tuple[str, int], ...] = ()
+    removed: tuple[Removed, ...] = ()
 
 
 Decision = Pick | Shed

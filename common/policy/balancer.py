@@ -7,15 +7,16 @@ pool is computed when the pool changes, what depends on the request in `pick`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from math import inf
+from math import exp, inf, log
 from random import Random
 
 from common.policy.candidate import NOTHING, Candidate, Limits, PoolFacts
 from common.policy.ewma import DecayingSum
-from common.policy.filters import Filter, serves_model
+from common.policy.filters import Filter
 from common.policy.health import State
 from common.policy.pickers import Picker
 from common.policy.prediction import UNFIT, Terms, alike, class_speed, marginal_cost
@@ -26,6 +27,7 @@ from common.policy.speed import SpeedEstimate
 from common.policy.weights import Coefficients, Weights
 from common.types import (
     Decision,
+    Endpoint,
     InferenceRequest,
     LoadReport,
     Outcome,
@@ -33,6 +35,7 @@ from common.types import (
     Phase,
     Pick,
     Pool,
+    Removed,
     Reservation,
     ServerLoad,
     Shed,
@@ -45,17 +48,28 @@ KNOWN_SAMPLES = 100
 ENOUGH_TOKENS = 8.0  # an answer this long says something of the time per token
 TTFT_NOISE = 0.5  # relative deviation of a first-token time from its model: it has the queue and the network in it
 MODELS_CACHED = 256  # models whose candidates are remembered between two changes of the pool
+COMPARED = 128  # a pool up to this size is compared as a whole,
+SAMPLED = 64  # of a larger one a random part, and whoever has the prompt cached
+PROMPTS_REMEMBERED = 65_536  # of a pool that is too large to look at each mirror: where a prompt went last
+TRIAL_EVERY = 32  # one pick of so many may go to an instance that is not known yet,
+TRIAL_COST = 4.0  # if it is not predicted to cost more than so many times the cheapest
+TRIAL_SAMPLES = 3  # answers after which an instance is known
+CLASS_LEAST = 8  # answers after which a class says something of the model, and so of the other classes
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a stage chooses: who qualifies, what each costs, and which one is taken."""
+    """How a stage chooses: who qualifies, what each costs, and which one is taken.
+
+    The first filter must depend on the pool and the request's model (or API) alone: its answer is remembered.
+    """
 
     name: str
     filters: tuple[Filter, ...]
     scorers: tuple[tuple[str, float, Scorer], ...]  # (term, weight, scorer)
     picker: Picker
     weighted: bool = False  # shares traffic by capability or response times, which are then kept up to date
+    learns: bool = False  # goes by speeds that are learned: an instance that never gets a request stays unknown
 
 
 class _Held:
@@ -118,12 +132,15 @@ class Balancer:
         self._heard_at: dict[str, float] = {}  # of those that tell what they have under way
         self._looked_at = 0.0
         self._gone: dict[str, Candidate] = {}  # left the pool with requests still running
-        self._classes: dict[str, SpeedEstimate] = {}  # what all instances of a GPU class have taught
+        self._classes: dict[Class, SpeedEstimate] = {}  # what all instances alike have taught
+        self._unknown: set[str] = set()  # instances whose speed few answers have told of yet
         self._held: dict[int, _Held] = {}
         self._next = 0
         self._turn = 0
         self._unseen: list[tuple[float, int]] = []  # (when to take it for begun, reservation) of answers in one piece
-        self._qualified: dict[str, tuple[list[Candidate], tuple[str, ...]]] = {}  # model -> all plain candidates
+        self._serving: dict[str, list[Candidate]] = {}  # model -> whoever serves it
+        self._qualified: dict[str, tuple[list[Candidate], tuple[str, ...]]] = {}  # the same, where all are plain
+        self._went: OrderedDict[int, str] = OrderedDict()  # last block of a prompt -> where it went
 
     # -- what is told ------------------------------------------------------------------------------------------------
 
@@ -144,8 +161,10 @@ class Balancer:
                 kept.adopt(endpoint)
                 if restarted or began:
                     self._starts(kept, now)
-            self._share_class(kept)
             self.candidates[endpoint.id] = kept
+            if self.policy.learns and kept.depth == 2 and kept.estimates[0].samples < TRIAL_SAMPLES:
+                self._unknown.add(endpoint.id)
+                self._share_class(kept)
         for id_, candidate in before.items():
             if candidate.in_flight:
                 self._gone[id_] = candidate
@@ -160,15 +179,30 @@ class Balancer:
         self._qualified.clear()
 
     def _share_class(self, c: Candidate) -> None:
-        """One without answers of its own is taken for as fast as its class has proved to be."""
-        known = self._classes.get(c.endpoint.gpu)
-        if known is not None and c.depth == 2 and not c.estimates[0].samples:
-            c.estimates = [SpeedEstimate(_as_fast_as(known.speed, c.server.speed))]
-            c.server.runs_at(c.estimates[0].speed)
+        """One without answers of its own is taken for as fast as its like, or its class scaled as the others are."""
+        if c.estimates[0].samples:
+            return
+        known = self._classes.get(_class_of(c.endpoint))
+        if known is not None and known.samples:
+            speed = _as_fast_as(known.speed, c.server.speed)
+        else:
+            models = c.endpoint.models
+            said = [log(e.common) for (_, m), e in self._classes.items() if m == models and e.samples >= CLASS_LEAST]
+            if not said:
+                return
+            # The priors are of one size of model: that this one is larger is what all classes have in common.
+            speed = _scaled(c.endpoint.capacity or class_speed(c.endpoint.gpu), exp(sum(said) / len(said)))
+        c.estimates = [SpeedEstimate(speed)]
+        c.server.runs_at(speed)
 
     def _pool_changed(self) -> None:
         self._qualified.clear()
+        self._serving.clear()
+        self._unknown &= self.candidates.keys()
         candidates = self.candidates.values()
+        alive = {_class_of(c.endpoint) for c in candidates}
+        for gone in self._classes.keys() - alive:
+            del self._classes[gone]
         self._pool.weighted = any(c.endpoint.weight != 1.0 for c in candidates)
         self._pool.alike = len(self.parent) == 2 and len(candidates) > 1 and alike([c.server.speed for c in candidates])
         self._pool.priced = any(
@@ -232,27 +266,82 @@ class Balancer:
             self._weights.arrived(now)
         if self._new:
             self._arrivals.add(1.0, now)
+        key = request.model or request.api
         if not exclude:
-            plain = self._qualified.get(request.model or request.api) or self._all_plain(request, now)
+            plain = self._qualified.get(key)
             if plain is not None:
-                return self._take(request, plain[0], plain[1], now, rng)
-        candidates: list[Candidate] = list(self.candidates.values())
+                return self._take(request, plain[0], plain[1], (), now, rng)
+        serving = self._serving.get(key)
+        if serving is None:
+            serving = self._who_serves(key, request, now, rng)
+        if not serving:
+            return self._nobody_serves()
+        if len(serving) > COMPARED:
+            decision = self._filtered(request, self._some(request, serving, rng), exclude, now, rng)
+            return decision if isinstance(decision, Pick) else self._filtered(request, serving, exclude, now, rng)
+        if not exclude and not self._new and all(_plain(c, now) for c in serving):
+            ids = tuple(c.endpoint.id for c in serving)
+            self._qualified[key] = (serving, ids)
+            return self._take(request, serving, ids, (), now, rng)
+        return self._filtered(request, serving, exclude, now, rng)
+
+    def _who_serves(self, key: str, request: InferenceRequest, now: float, rng: Random) -> list[Candidate]:
+        """Those the first filter leaves, remembered until the pool changes; of many in random order."""
+        serving = self.policy.filters[0](request, list(self.candidates.values()), now)
+        if len(serving) > COMPARED:
+            rng.shuffle(serving)
+        if len(self._serving) >= MODELS_CACHED:
+            self._serving.clear()
+            self._qualified.clear()
+        self._serving[key] = serving
+        return serving
+
+    def _nobody_serves(self) -> Shed:
+        if not self.candidates:
+            return Shed("no_endpoints", 1.0)
+        return Shed("model_not_found", None, (_removed(self.policy.filters[0], list(self.candidates.values())),))
+
+    def _some(self, request: InferenceRequest, serving: Sequence[Candidate], rng: Random) -> list[Candidate]:
+        """A random run of a large pool, with those that have the session or the prompt's beginning cached.
+
+        The cheapest of 64 at random is on average among the best 1.5 % of the pool, at the cost of a small one.
+        """
+        at = rng.randrange(len(serving))
+        some = [*serving[at : at + SAMPLED], *serving[: max(0, at + SAMPLED - len(serving))]]
+        warm = request.warm[len(self.parent)] if len(request.warm) > len(self.parent) else None
+        for id_ in (warm, next((w for h in reversed(request.prefix_hashes) if (w := self._went.get(h))), None)):
+            known = self.candidates.get(id_) if id_ is not None else None
+            if known is not None and known not in some and known.endpoint.serves(request.model):
+                some.append(known)
+        return some
+
+    def _filtered(
+        self,
+        request: InferenceRequest,
+        candidates: Sequence[Candidate],
+        exclude: Iterable[str],
+        now: float,
+        rng: Random,
+    ) -> Decision:
+        """Choose among those that every filter leaves."""
+        among = len(candidates)
         if exclude:
             skip = set(exclude)
             candidates = [c for c in candidates if c.endpoint.id not in skip]
-        if not candidates:
-            return Shed("no_endpoints", 1.0)
-        removed: list[tuple[str, int]] = []
-        for keep in self.policy.filters:
+            if not candidates:
+                return Shed("no_endpoints", 1.0)
+        removed: list[Removed] = []
+        for keep in self.policy.filters[1:]:
             left = keep(request, candidates, now)
             if len(left) < len(candidates):
-                removed.append((keep.__name__, len(candidates) - len(left)))
-            if not left:
-                return self._shed(keep.__name__, candidates, tuple(removed), now)
-            candidates = left
+                removed.append(_removed(keep, candidates, left))
+                if not left:
+                    return self._shed(keep.__name__, candidates, tuple(removed), now)
+                candidates = left
         if self._new:
-            candidates = self._not_flooded(candidates, now)
-        return self._take(request, candidates, tuple(c.endpoint.id for c in candidates), now, rng)
+            candidates = self._not_flooded(candidates, among, now)
+        ids = tuple(c.endpoint.id for c in candidates)
+        return self._take(request, candidates, ids, tuple(removed), now, rng)
 
     def _look(self, now: float) -> None:
         """What changes with time and not with an event: newcomers settle, failures are forgiven, weights move."""
@@ -275,21 +364,14 @@ class Balancer:
         if self.policy.weighted:
             self._weights.step(self.candidates.values(), now)
 
-    def _all_plain(self, request: InferenceRequest, now: float) -> tuple[list[Candidate], tuple[str, ...]] | None:
-        """Those that serve the model, if no other filter could remove any: remembered until one of them changes."""
-        candidates = list(self.candidates.values())
-        if self._new or not all(_plain(c, now) for c in candidates):
-            return None
-        found = serves_model(request, candidates, now)
-        if not found:
-            return None
-        if len(self._qualified) >= MODELS_CACHED:
-            self._qualified.clear()
-        made = self._qualified[request.model or request.api] = (found, tuple(c.endpoint.id for c in found))
-        return made
-
     def _take(
-        self, request: InferenceRequest, candidates: Sequence[Candidate], ids: tuple[str, ...], now: float, rng: Random
+        self,
+        request: InferenceRequest,
+        candidates: Sequence[Candidate],
+        ids: tuple[str, ...],
+        removed: tuple[Removed, ...],
+        now: float,
+        rng: Random,
     ) -> Decision:
         columns = []
         totals: Sequence[float] | None = None
@@ -309,6 +391,8 @@ class Balancer:
             return self._unfit(request, candidates)
         if len(candidates) > 1:
             chosen = candidates[self.policy.picker(candidates, totals, rng)]
+            if self._unknown and self._turn % TRIAL_EVERY == TRIAL_EVERY - 1:
+                chosen = self._on_trial(candidates, totals) or chosen
         terms, reservation = self._reserve(chosen, request, now)
         if terms is UNFIT and len(candidates) == 1:
             self.release(reservation, Outcome.IGNORED, now)
@@ -317,15 +401,30 @@ class Balancer:
         if terms is not UNKNOWN:
             ttft = chosen.round_trip_s + terms.ttft
             total = ttft + terms.decode
-        return Pick(chosen.endpoint, reservation, self.policy.name, ids, totals, tuple(columns), ttft, total)
+        return Pick(chosen.endpoint, reservation, self.policy.name, ids, totals, tuple(columns), ttft, total, removed)
 
-    def _not_flooded(self, candidates: list[Candidate], now: float) -> list[Candidate]:
+    def _on_trial(self, candidates: Sequence[Candidate], totals: Sequence[float]) -> Candidate | None:
+        """The cheapest idle instance whose speed is hardly known, unless it is predicted to be far too dear.
+
+        A prior that is too slow would else never be put right: what gets no requests teaches nothing.
+        """
+        limit = TRIAL_COST * min(totals)
+        unknown = [
+            (total, c.last_turn, i)
+            for i, (c, total) in enumerate(zip(candidates, totals, strict=True))
+            if total <= limit and not c.in_flight and c.endpoint.id in self._unknown
+        ]
+        return candidates[min(unknown)[2]] if unknown else None
+
+    def _not_flooded(self, candidates: Sequence[Candidate], among: int, now: float) -> Sequence[Candidate]:
         """Without newcomers that have had twice their fair share of the last second, unless nobody else is left.
 
         A newcomer that honestly reports no load would get everything until its queue is as long as the others'.
+        `among` is how many were looked at; of a large pool they see their part of the arrivals.
         """
         rates = {c.endpoint.id: sum(s.speed.prefill_tokens_per_s * s.count for s in c.own) for c in candidates}
-        total, arrivals = sum(rates.values()), self._arrivals.value_at(now)
+        total = sum(rates.values())
+        arrivals = self._arrivals.value_at(now) * min(1.0, among / len(self.candidates))
 
         def fair(c: Candidate) -> bool:
             share = rates[c.endpoint.id] / total
@@ -360,6 +459,8 @@ class Balancer:
         server.dispatched(uncached, request.output_tokens, now)
         if request.prefix_hashes:
             c.prefix.insert(request.prefix_hashes)  # at once: of prompts that come together all but the first find it
+            if len(self.candidates) > COMPARED:
+                self._remember_prompt(request.prefix_hashes[-1], c.endpoint.id)
         self._next += 1
         held = self._held[self._next] = _Held(c, server, request, uncached, terms, now)
         if c.breaker.state is not State.CLOSED:
@@ -367,6 +468,12 @@ class Balancer:
         if not request.stream and request.output_tokens > 0.0 and terms.ttft < inf:
             heappush(self._unseen, (now + terms.ttft, self._next))
         return terms, Reservation(self._next, c.endpoint.id, self.parent)
+
+    def _remember_prompt(self, block: int, id_: str) -> None:
+        self._went[block] = id_
+        self._went.move_to_end(block)
+        if len(self._went) > PROMPTS_REMEMBERED:
+            self._went.popitem(last=False)
 
     def _settle(self, now: float) -> None:
         """Take answers that come in one piece for begun when their first token was due: nobody sees it come."""
@@ -383,12 +490,10 @@ class Balancer:
         s.first_token(held.prompt, held.context, held.read, now)
         held.mark = (s.decoding_s, s.context_s, s.read_tokens, now)
 
-    def _shed(self, by: str, candidates: Sequence[Candidate], removed: tuple[tuple[str, int], ...], now: float) -> Shed:
+    def _shed(self, by: str, candidates: Sequence[Candidate], removed: tuple[Removed, ...], now: float) -> Shed:
         if by == "has_capacity":
             wait = min((c.busy_until - now for c in candidates), default=0.0)
             return Shed("saturated", max(wait, self.limits.busy_s), removed)
-        if by == "serves_model":
-            return Shed("model_not_found", None, removed)
         if by == "not_loading":
             return Shed("loading", LOADING_S, removed)
         wait = min((c.breaker.retry_at - now for c in candidates), default=1.0) if by == "not_ejected" else 1.0
@@ -437,24 +542,30 @@ class Balancer:
                 c.prefix.corrected(held.length - held.prompt, cached_tokens)
             if self.policy.weighted:
                 c.response_s.add(now - held.at, now)
-        if outcome is Outcome.FAILED or (c.failing and outcome is Outcome.SUCCESS):
-            c.went(failed=outcome is Outcome.FAILED, now=now)
-            self._failing.add(c.endpoint.id)
         if not c.in_flight:
             c.emptied(now)
             if self._gone.get(c.endpoint.id) is c:
                 del self._gone[c.endpoint.id]
         if not self._held:
             self._unseen.clear()
-        breaker = c.breaker
-        if outcome is not Outcome.SUCCESS or breaker.failures or breaker.state is not State.CLOSED:
-            was_open = breaker.state is not State.CLOSED
-            breaker.ended(outcome, now, unreachable=unreachable, trial=held.trial)
-            self._qualified.clear()
-            if was_open and breaker.state is State.CLOSED:
-                self._starts(c, now)
+        self._judge(c, outcome, now, unreachable=unreachable, trial=held.trial)
         if outcome is Outcome.OVERLOADED:
             c.busy_until = now + (retry_after_s if retry_after_s is not None else self.limits.busy_s)
+            self._qualified.clear()
+
+    def _judge(self, c: Candidate, outcome: Outcome, now: float, *, unreachable: bool, trial: bool) -> None:
+        """What the outcome says of its health."""
+        if outcome is Outcome.FAILED or (c.failing and outcome is Outcome.SUCCESS):
+            c.went(failed=outcome is Outcome.FAILED, now=now)
+            self._failing.add(c.endpoint.id)
+        breaker = c.breaker
+        if outcome is not Outcome.SUCCESS or breaker.failures or breaker.state is not State.CLOSED:
+            before, was_open = breaker.failures, breaker.state is not State.CLOSED
+            breaker.ended(outcome, now, unreachable=unreachable, trial=trial)
+            if was_open or breaker.failures != before or breaker.state is not State.CLOSED:
+                self._qualified.clear()
+            if was_open and breaker.state is State.CLOSED:
+                self._starts(c, now)
 
     def _learn(self, held: _Held, now: float, output_tokens: float | None) -> None:
         """Teach the server's speed by a finished request, if it was seen well enough."""
@@ -477,18 +588,23 @@ class Balancer:
             estimate.learn(held.first_at - held.at, 1.0, s.n, s.k, held.read, TTFT_NOISE)
         if estimate.samples != samples:
             s.runs_at(estimate.speed)
+            if estimate.samples == TRIAL_SAMPLES:
+                self._unknown.discard(c.endpoint.id)
 
     def _teach_class(self, c: Candidate, *sample: float) -> None:
         """Until a class is known well, each of its instances' answers teach those that have none yet."""
-        gpu = c.endpoint.gpu
-        known = self._classes.get(gpu)
+        alike = _class_of(c.endpoint)
+        known = self._classes.get(alike)
         if known is None:
-            known = self._classes[gpu] = SpeedEstimate(class_speed(gpu))
+            known = self._classes[alike] = SpeedEstimate(class_speed(c.endpoint.gpu))
         if known.samples >= CLASS_SAMPLES:
             return
         known.learn(*sample)
-        for other in self.candidates.values():
-            if other.endpoint.gpu == gpu:
+        if known.samples & (known.samples - 1):
+            return  # told at powers of two: enough to follow, and cheap in a pool of thousands
+        for id_ in self._unknown:
+            other = self.candidates.get(id_)
+            if other is not None and (known.samples == CLASS_LEAST or _class_of(other.endpoint) == alike):
                 self._share_class(other)
 
     # -- what is told to the tier above ------------------------------------------------------------------------------
@@ -516,6 +632,34 @@ HEARD_S = 2.0  # what another balancer told is believed for so long
 SLOW_START_S = 10.0  # a newcomer's share is bounded for so long: some requests of a busy server, start to end
 SLOW_START_SHARE = 2.0  # of its fair share in any second
 CLASS_SAMPLES = 200  # of a class; newcomers start from what these said
+
+
+Class = tuple[str, frozenset[str]]
+"""(GPU class, models): instances that agree in both are as fast as each other until they prove otherwise."""
+
+
+def _class_of(endpoint: Endpoint) -> Class:
+    return endpoint.gpu, endpoint.models
+
+
+def _scaled(speed: Speed, times: float) -> Speed:
+    """So many times slower."""
+    return replace(
+        speed,
+        alpha_s=speed.alpha_s * times,
+        beta_s=speed.beta_s * times,
+        gamma_s=speed.gamma_s * times,
+        prefill_tokens_per_s=speed.prefill_tokens_per_s / times,
+    )
+
+
+NAMED = 16  # of those a filter removed, so many are named
+
+
+def _removed(by: Filter, candidates: Sequence[Candidate], left: Sequence[Candidate] = ()) -> Removed:
+    stay = {c.endpoint.id for c in left}
+    gone = [c.endpoint.id for c in candidates if c.endpoint.id not in stay]
+    return Removed(by.__name__, len(gone), tuple(gone[:NAMED]))
 
 
 def _as_fast_as(speed: Speed, limits: Speed) -> Speed:

@@ -63,6 +63,11 @@ class SpeedEstimate:
         self._drift = [0.0, 0.0]  # accumulated errors above and below
         self._ratio = 0.0  # log of seen over expected, averaged over the latest few samples
 
+    @property
+    def common(self) -> float:
+        """How many times slower than its prior it is at a step of decoding."""
+        return self._scale * self._factors[0]
+
     def learn(self, seconds: float, tokens: float, n: float, k: float, prompt: float, noise: float = NOISE) -> None:
         """Take one span of a request in: `tokens` decoded in `seconds` beside n sequences with K tokens of context.
 

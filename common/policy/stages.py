@@ -38,12 +38,14 @@ def predicted_completion(price_weight_s_per_usd: float = PRICE_WEIGHT_S_PER_USD,
         ("round_trip_s", 1.0, scorers.round_trip),
         ("price_usd", price_weight_s_per_usd, scorers.price),
     )
-    return Policy("predicted_completion", QUALIFIES, terms, near if tier is Tier.INSTANCE else lowest)
+    return Policy("predicted_completion", QUALIFIES, terms, near if tier is Tier.INSTANCE else lowest, learns=True)
 
 
 def earliest_completion() -> Policy:
     """Where this request itself would be complete first: the literal reading, which herds on the fastest servers."""
-    return Policy("earliest_completion", QUALIFIES, (("own_completion_s", 1.0, classic.own_completion),), near)
+    return Policy(
+        "earliest_completion", QUALIFIES, (("own_completion_s", 1.0, classic.own_completion),), near, learns=True
+    )
 
 
 def round_robin() -> Policy:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import unquote
 
-from common.relay.client import Exchange
+from common.relay.exchange import Exchange
 from common.relay.heads import INTERNAL_PREFIX, Headers
 
 Message = MutableMapping[str, Any]

@@ -60,6 +60,7 @@ class ClientConnection(asyncio.Protocol):
         "deadline",
         "limits",
         "peername",
+        "rested_at",
         "transport",
         "verified",
         "write_paused",
@@ -78,6 +79,7 @@ class ClientConnection(asyncio.Protocol):
         self.limits = listener.limits
         self.current: Exchange | None = None
         self.deadline = inf
+        self.rested_at = 0.0  # when its last answer was over, or it came
         self.write_paused = False
         self.transport: asyncio.Transport = cast("asyncio.Transport", None)
         self.peername = ""
@@ -91,7 +93,8 @@ class ClientConnection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self.peername = peer[0] if isinstance(peer, tuple) else ""
         self.verified = bool(transport.get_extra_info("peercert"))
-        self.deadline = clock.now() + self.limits.header_timeout_s
+        self.rested_at = clock.now()
+        self.deadline = self.rested_at + self.limits.header_timeout_s
         self._listener.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -110,7 +113,8 @@ class ClientConnection(asyncio.Protocol):
             return False
         if not self._listener.half_close and (self.current.method not in GETS or self._queue):
             return False
-        self._eof = self.current.close = True
+        self._eof = True
+        (self._queue[-1] if self._queue else self.current).close = True
         if not self.write_paused:
             self.deadline = clock.now() + LOOK_S
         return True
@@ -165,6 +169,8 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserUpgrade as pause:
             self._upgraded(data[pause.args[0] :])
             return
+        except httptools.HttpParserCallbackError:
+            raise  # a bug of ours
         except httptools.HttpParserError as error:
             if self._parsing is not None and self._parsing.refused is not None:
                 return  # what a refused request goes on to send
@@ -216,7 +222,7 @@ class ClientConnection(asyncio.Protocol):
         parsing.method = parser.get_method()
         version = parser.get_http_version()
         parsing.old = version == "1.0"
-        parsing.close = not parser.should_keep_alive() or self._listener.leaving
+        parsing.close = not parser.should_keep_alive()
         if (self._overhead > self.limits.max_header_bytes or self.current is not None) and (
             framing.head_bytes(parsing) > self.limits.max_header_bytes
         ):
@@ -303,7 +309,6 @@ class ClientConnection(asyncio.Protocol):
             self._answer_refused(refused)
         else:
             self._queue.append(refused)  # after those before it
-            self.transport.pause_reading()
 
     def _answer_refused(self, refused: Exchange) -> None:
         assert refused.refused is not None
@@ -326,6 +331,8 @@ class ClientConnection(asyncio.Protocol):
     def _start(self, exchange: Exchange) -> None:
         self.current = exchange
         self.deadline = inf
+        if self._listener.leaving:
+            exchange.close = True
         exchange.started_at = clock.now()
         exchange.started_wall_ns = clock.wall_ns()
         self._task = asyncio.get_running_loop().create_task(self._run(exchange))
@@ -375,7 +382,6 @@ class ClientConnection(asyncio.Protocol):
         if following.refused is not None:
             self._answer_refused(following)
             return
-        following.close = following.close or self._listener.leaving
         self._start(following)
         self.transport.resume_reading()
 
@@ -383,18 +389,20 @@ class ClientConnection(asyncio.Protocol):
         """Nothing is under way: wait for the next request, or for the rest of it."""
         parsing = self._parsing
         if parsing is None:
-            self.deadline = clock.now() + self.limits.keepalive_timeout_s
+            self.rested_at = clock.now()
+            self.deadline = self.rested_at + self.limits.keepalive_timeout_s
             return
-        self.deadline = clock.now() + self.limits.body_timeout_s
+        limits = self.limits
+        self.deadline = clock.now() + (limits.body_timeout_s if parsing.head_complete else limits.header_timeout_s)
         if parsing.expects_continue and parsing.head_complete and not self._body_size:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     @property
     def idle_since(self) -> float | None:
         """Since when it has neither a request under way nor a part of one; None if it has."""
-        if self.current is not None or self._parsing is not None or self._lingering:
+        if self.current is not None or self._parsing is not None or self._lingering or self.transport.is_closing():
             return None
-        return self.deadline - self.limits.keepalive_timeout_s
+        return self.rested_at
 
     def last(self) -> None:
         """The request under way is the last one here: its answer says so, if its head is not written yet."""
@@ -402,14 +410,23 @@ class ClientConnection(asyncio.Protocol):
             self.current.close = True
 
     def end(self, message: str) -> None:
-        """The grace is over: break what is under way, so that its handler ends it in the open."""
+        """The grace is over: end what is under way in the open."""
         self._queue.clear()
-        if self.current is not None and self.current.upstream is not None:
-            self.current.upstream.lost(message)
-        elif self.current is not None and self._task is not None:
-            self._task.cancel()
-        else:
+        exchange, task = self.current, self._task
+        if exchange is None or task is None:
             self.transport.abort()
+            return
+        exchange.close = exchange.ended = True
+        if exchange.committed:
+            if exchange.upstream is not None:
+                exchange.upstream.lost(message)
+        elif exchange.status:  # nothing but keep-alive comments
+            self.cut()
+            task.cancel()
+        else:
+            content_type, body = self._listener.refusal(exchange, 503, message)
+            self.respond(503, [(b"content-type", content_type), (b"retry-after", b"1")], body)
+            task.cancel()
 
     def cut(self, last_words: bytes = b"") -> None:
         """End an answer that cannot be completed so that nobody takes it for complete: no final chunk, then close."""

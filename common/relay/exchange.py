@@ -34,6 +34,7 @@ class Exchange:
         "client",
         "close",
         "committed",
+        "ended",
         "expects_continue",
         "head_complete",
         "headers",
@@ -66,6 +67,7 @@ class Exchange:
         self.refused: tuple[int, str] | None = None
         self.status = 0  # of the answer, 0 until its head is written
         self.committed = False  # a byte of some server's answer, or all of our own, is with the client: no way back
+        self.ended = False  # by us, for this process is leaving
         self.started_at = 0.0
         self.started_wall_ns = 0
         self.upstream: UpstreamConnection | None = None

@@ -13,14 +13,12 @@ Headers = list[tuple[bytes, bytes]]
 
 INTERNAL_PREFIX = b"x-headwater-"
 """Headers with this prefix are ours: taken from peers that signed, stripped from everybody else."""
+PROXY_PREFIX = b"proxy-"  # between a client and the next proxy alone, all of them
 
 HOP_BY_HOP = frozenset(
     (
         b"connection",
         b"keep-alive",
-        b"proxy-connection",
-        b"proxy-authenticate",
-        b"proxy-authorization",
         b"te",
         b"trailer",
         b"transfer-encoding",
@@ -30,7 +28,7 @@ HOP_BY_HOP = frozenset(
     )
 )
 NOT_RELAYED = HOP_BY_HOP | {b"content-length"}  # of a response: its framing is written anew
-X = ord("x")
+XP = b"xp"  # first letters of those that are stripped by their prefix
 # Rewritten by us for the next hop.
 OURS = HOP_BY_HOP | {b"content-length", b"host", b"traceparent", b"tracestate"}
 
@@ -50,7 +48,7 @@ def lines(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     return b"".join(b"%b: %b\r\n" % header for header in headers)
 
 
-def named_in_connection(headers: Headers) -> frozenset[bytes]:
+def named_in_connection(headers: Sequence[tuple[bytes, bytes]]) -> frozenset[bytes]:
     """Headers that `Connection` declares to be for this hop alone."""
     named: set[bytes] = set()
     for key, value in headers:
@@ -64,12 +62,22 @@ def internal(name: bytes) -> bool:
     return name.replace(b"_", b"-").startswith(INTERNAL_PREFIX)
 
 
-def passed_on(headers: Headers) -> bytes:
-    """The client's headers as they go to the next hop, without what is ours or this hop's alone."""
+def not_ours_to_pass(name: bytes) -> bool:
+    """Whether a header is one of ours or one of a proxy's, and so goes no further."""
+    return internal(name) or name.startswith(PROXY_PREFIX)
+
+
+def passed_on(headers: Headers, dropped: frozenset[bytes] = frozenset()) -> bytes:
+    """The client's headers as they go to the next hop, without what is ours, this hop's alone, or to be dropped.
+
+    `dropped`: names beginning with x, as configured (`forward.drop_headers`).
+    """
     drop = named_in_connection(headers) if find(headers, b"connection") else None
     lines = []
     for key, value in headers:
-        if key in OURS or (key[0] == X and internal(key)) or (drop and key in drop):
+        if key in OURS or (key[0] in XP and (not_ours_to_pass(key) or key.replace(b"_", b"-") in dropped)):
+            continue
+        if drop and key in drop:
             continue
         lines.append(b"%b: %b\r\n" % (key, value))
     return b"".join(lines)
@@ -82,26 +90,20 @@ def request_head(method: bytes, target: bytes, host: bytes, kept: bytes, added: 
 
 
 def response_head(
-    status: int,
-    headers: Sequence[tuple[bytes, bytes]],
-    *,
-    added: bytes = b"",
-    framing: bytes,
-    close: bool,
-    replaced: bytes | None = None,
+    status: int, headers: Sequence[tuple[bytes, bytes]], added: bytes, replaced: bytes | None = None
 ) -> bytes:
-    """A response head for the client; `framing` is a content-length or transfer-encoding line, or empty.
+    """A response head for the client; `added` are header lines of ours, its framing and its connection's among them.
 
     Fields whose names begin with `replaced` are left out: `added` has others in their stead.
     """
-    drop = named_in_connection(list(headers)) if find(headers, b"connection") else None
+    drop = named_in_connection(headers) if find(headers, b"connection") else None
     lines = [b"HTTP/1.1 %d %b\r\n" % (status, REASONS.get(status, b"-"))]
     for key, value in headers:
-        if key in NOT_RELAYED or (key[0] == X and internal(key)) or (drop and key in drop):
+        if key in NOT_RELAYED or (key[0] in XP and not_ours_to_pass(key)) or (drop and key in drop):
             continue
         if replaced is None or not key.startswith(replaced):
             lines.append(b"%b: %b\r\n" % (key, value))
-    lines += (added, framing, b"connection: close\r\n\r\n" if close else b"\r\n")
+    lines += (added, b"\r\n")
     return b"".join(lines)
 
 

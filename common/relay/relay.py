@@ -1,18 +1,22 @@
-"""The relay of one process: its listener's connections and its pools of connections to servers and peers."""
+"""The relay of one process: its listener, and its pools of connections to servers and peers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from ssl import SSLContext
 
 from common import clock
-from common.errors import ConnectFailed, ResetBeforeByte
-from common.relay.client import ClientConnection, ClientLimits, Handler, Refusal
+from common.errors import ConnectFailed, NoEndpoints, ResetBeforeByte, Saturated, UpstreamError
+from common.relay.client import ClientConnection
+from common.relay.exchange import ClientLimits, Handler, Refusal
+from common.relay.listener import Listener
+from common.relay.pool import AddressPool
+from common.relay.sending import Answer, Sending, UpstreamLimits
 from common.relay.sweeper import Sweeper
-from common.relay.upstream import AddressPool, Answer, Sending, UpstreamLimits
 
 TRIM_INTERVAL_S = 1.0  # idle connections are looked through this often
+LAST_WORDS_S = 0.5  # for clients to take what their answers end with
 DYING_S = (
     0.05  # from a killed process's first closed connection to its closed listener; some microseconds, were it alone
 )
@@ -28,79 +32,44 @@ class Relay:
         limits: ClientLimits,
         upstream: UpstreamLimits,
         *,
-        max_connections: int,
         half_close: bool = False,
     ) -> None:
-        self._handler = handler
-        self._refusal = refusal
-        self._limits = limits
-        self._upstream = upstream
-        self._max_connections = max_connections
-        self._half_close = half_close
         self._sweeper = Sweeper()
+        self.listener = Listener(handler, refusal, limits, self._sweeper, half_close=half_close)
+        self._upstream = upstream
         self._pools: dict[str, AddressPool] = {}
-        self._server: asyncio.Server | None = None
+        self._retired: dict[str, AddressPool] = {}  # forgotten by membership, with requests under way
         self._trimmer: asyncio.Task[None] | None = None
         self.delay_of: Callable[[str], float] = lambda url: 0.0  # emulated round trip to a URL, seconds
-        self.connections: set[ClientConnection] = set()
-        self._quiet = asyncio.Event()  # set whenever the last client has left
+        self.tls_of: Callable[[str], SSLContext | None] = lambda url: None  # what to speak to a URL
 
     # -- clients -----------------------------------------------------------------------------------------------------
 
-    async def listen(self, host: str, port: int) -> int:
+    @property
+    def connections(self) -> set[ClientConnection]:
+        """Those of clients."""
+        return self.listener.connections
+
+    async def listen(self, host: str, port: int, *, shared: bool = False, tls: SSLContext | None = None) -> int:
         """Begin to accept; returns the port. Raises OSError when it cannot be bound."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connection, host, port, backlog=4096)
-        self._trimmer = loop.create_task(self._trim())
-        return int(self._server.sockets[0].getsockname()[1])
-
-    def _connection(self) -> ClientConnection:
-        return ClientConnection(
-            self._handler,
-            self._refusal,
-            self._limits,
-            self._sweeper,
-            self._opened,
-            self._closed,
-            half_close=self._half_close,
-        )
-
-    def _opened(self, connection: ClientConnection) -> bool:
-        if len(self.connections) >= self._max_connections:
-            return False
-        self.connections.add(connection)
-        return True
-
-    def _closed(self, connection: ClientConnection) -> None:
-        self.connections.discard(connection)
-        if not self.connections:
-            self._quiet.set()
+        bound = await self.listener.listen(host, port, shared=shared, tls=tls)
+        self._trimmer = asyncio.get_running_loop().create_task(self._trim())
+        return bound
 
     async def close(self, grace_s: float) -> None:
         """Stop accepting, close idle clients, let answers under way end within `grace_s`, then break what is left."""
-        if self._server is not None:
-            self._server.close()
-        for connection in list(self.connections):
-            connection.drain()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                while self.connections:
-                    self._quiet.clear()
-                    await self._quiet.wait()
-        for connection in list(self.connections):
-            connection.end("this balancer is shutting down")
+        self.listener.close()
+        await self.listener.quiet(grace_s)
+        self.listener.end("this balancer is shutting down")
+        await self.listener.quiet(LAST_WORDS_S)
         if self._trimmer is not None:
             self._trimmer.cancel()
         for pool in self._pools.values():
             pool.close()
-        await asyncio.sleep(0)  # lets the sockets' last words out
 
     def abort(self) -> None:
         """Drop the listener and every connection at once, as a crash would."""
-        if self._server is not None:
-            self._server.close()
-        for connection in list(self.connections):
-            connection.transport.abort()
+        self.listener.abort()
 
     # -- servers -----------------------------------------------------------------------------------------------------
 
@@ -108,11 +77,23 @@ class Relay:
         """The connections to an address."""
         pool = self._pools.get(url)
         if pool is None:
-            pool = self._pools[url] = AddressPool(url, self._upstream, self._sweeper, self.delay_of(url))
+            pool = self._pools[url] = AddressPool(
+                url,
+                self._upstream,
+                self._sweeper,
+                delay_s=self.delay_of(url),
+                tls=self.tls_of(url),
+                make_room=self._make_room,
+            )
         return pool
 
+    def _make_room(self) -> bool:
+        """Close all idle connections to servers, for file descriptors have run out; whether there were any."""
+        closed = [pool.close() for pool in self._pools.values()]
+        return any(closed)
+
     async def forward(self, url: str, sending: Sending) -> Answer:
-        """Send a request and stream its answer to the client. Raises UpstreamError or Saturated.
+        """Send a request and stream its answer to the client. Raises UpstreamError or RejectedError.
 
         A reused connection that turns out to have been closing is replaced by a fresh one, once: the server never saw
         the request. The answer of a cancelled call is given up at once, so that the server stops working on it.
@@ -143,13 +124,29 @@ class Relay:
                 connection = await self.pool(url).connect(fresh=True)
             except ConnectFailed:
                 return True
-            connection.put_back()
+            except (Saturated, NoEndpoints):
+                return False  # we could not ask
+            self.pool(url).put_back(connection)
         return False
 
     def keep_only(self, urls: Mapping[str, object] | set[str]) -> None:
         """Forget addresses that membership no longer names; requests under way there are not disturbed."""
         for url in self._pools.keys() - set(urls):
-            self._pools.pop(url).close()
+            pool = self._pools.pop(url)
+            pool.retire()
+            if pool.busy:
+                self._retired[url] = pool
+
+    def _of(self, url: str) -> list[AddressPool]:
+        return [pool for pool in (self._pools.get(url), self._retired.get(url)) if pool is not None]
+
+    def waiting(self, url: str) -> int:
+        """Requests that were sent to an address and of which nothing has come back."""
+        return sum(pool.waiting for pool in self._of(url))
+
+    def give_up(self, url: str, error: UpstreamError) -> int:
+        """End those with an error, since whoever has them hangs; how many there were."""
+        return sum(pool.give_up(error) for pool in self._of(url))
 
     async def _trim(self) -> None:
         while True:
@@ -157,3 +154,5 @@ class Relay:
             now = clock.now()
             for pool in self._pools.values():
                 pool.trim(now)
+            if self._retired:
+                self._retired = {url: pool for url, pool in self._retired.items() if pool.busy}

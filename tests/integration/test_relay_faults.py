@@ -129,9 +129,7 @@ async def test_a_stream_that_breaks_never_looks_complete(depth: int, how: str) -
         assert not received.endswith(b"0\r\n\r\n")
         assert b"[DONE]" not in received
         assert b'"finish_reason": "stop"' not in received
-        *words, error = events(body_of(received))
-        if how == "half an event":
-            assert words.pop() == b'{"choices'
+        *words, error = events(body_of(received))  # half an event is not passed on
         assert [w["choices"][0]["delta"]["content"] for w in words] == ["one ", "two ", "three "]
         assert error["error"]["code"] == "stream_broken"
         assert seen(world) == 1  # no replay

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from common.policy.balancer import HEARD_S, LOADING_S, LOOK_EVERY_S, Balancer
+from common.policy.balancer import HEARD_S, LOADING_S, LOOK_EVERY_S, SAMPLED, Balancer
 from common.policy.candidate import (
     FOREIGN_CONTEXT_TOKENS,
     FOREIGN_REST_TOKENS,
@@ -22,6 +22,7 @@ from common.policy.candidate import (
 )
 from common.policy.pickers import TIE_BAND
 from common.policy.prediction import CLASS_SPEED, class_speed, marginal_cost
+from common.policy.prefix import PREFIX_BLOCK_TOKENS
 from common.policy.quote import QUOTE_INSTANCES, class_means
 from common.policy.server import Server
 from common.policy.stages import least_connections, predicted_completion, round_robin
@@ -34,6 +35,7 @@ from common.types import (
     Phase,
     Pick,
     Pool,
+    Removed,
     Reservation,
     ServerLoad,
     Shed,
@@ -368,14 +370,14 @@ def test_a_pool_that_is_all_excluded_has_no_endpoints() -> None:
 
 def test_a_model_that_nobody_serves_is_not_found() -> None:
     balancer = balancer_of(instance("a", models=frozenset({"x"})), instance("b", models=frozenset({"y"})))
-    assert shed(balancer) == Shed("model_not_found", None, (("serves_model", 2),))
+    assert shed(balancer) == Shed("model_not_found", None, (Removed("serves_model", 2, ("a", "b")),))
 
 
 @pytest.mark.parametrize(
     ("phase", "alone"),
     [
-        (Phase.LOADING, Shed("loading", LOADING_S, (("not_loading", 1),))),
-        (Phase.DRAINING, Shed("no_endpoints", 1.0, (("not_draining", 1),))),
+        (Phase.LOADING, Shed("loading", LOADING_S, (Removed("not_loading", 1, ("a",)),))),
+        (Phase.DRAINING, Shed("no_endpoints", 1.0, (Removed("not_draining", 1, ("a",)),))),
     ],
 )
 def test_what_does_not_serve_yet_or_any_more_gets_nothing(phase: Phase, alone: Shed) -> None:
@@ -388,7 +390,7 @@ def test_what_does_not_serve_yet_or_any_more_gets_nothing(phase: Phase, alone: S
 def test_a_full_pool_is_saturated_until_one_ends() -> None:
     balancer = balancer_of(instance("a"), instance("b"), limits=Limits(max_in_flight=3, busy_s=0.5))
     picks = [picked(balancer) for _ in range(6)]
-    assert shed(balancer) == Shed("saturated", 0.5, (("has_capacity", 2),))
+    assert shed(balancer) == Shed("saturated", 0.5, (Removed("has_capacity", 2, ("a", "b")),))
     done(balancer, picks[0])
     assert picked(balancer).endpoint == picks[0].endpoint
 
@@ -398,7 +400,7 @@ def test_what_refused_for_load_is_left_alone_and_the_wait_is_told() -> None:
     for name, wait in (("a", 5.0), ("b", 8.0)):
         pick = picked(balancer, exclude=tuple({"a", "b"} - {name}))
         done(balancer, pick, 10.0, Outcome.OVERLOADED, retry_after_s=wait)
-    assert shed(balancer, now=10.0) == Shed("saturated", 5.0, (("has_capacity", 2),))
+    assert shed(balancer, now=10.0) == Shed("saturated", 5.0, (Removed("has_capacity", 2, ("a", "b")),))
     assert picked(balancer, now=15.0).endpoint.id == "a"
     assert balancer.candidates["a"].breaker.ready(15.0)  # refusing is no failure
 
@@ -408,7 +410,7 @@ def test_a_pool_that_is_all_ejected_tells_when_the_first_is_tried_again() -> Non
     for name, at in (("a", 10.0), ("b", 12.0)):
         pick = picked(balancer, now=at, exclude=tuple({"a", "b"} - {name}))
         done(balancer, pick, at, Outcome.FAILED, unreachable=True)
-    assert shed(balancer, now=12.0) == Shed("no_endpoints", 2.0, (("not_ejected", 2),))
+    assert shed(balancer, now=12.0) == Shed("no_endpoints", 2.0, (Removed("not_ejected", 2, ("a", "b")),))
     assert picked(balancer, now=14.0).endpoint.id == "a"
     assert shed(balancer, now=14.0).reason == "no_endpoints"  # one trial at a time
 
@@ -484,16 +486,65 @@ def test_survivors_of_an_update_keep_what_was_learned() -> None:
 @pytest.mark.parametrize("change", [{"boot": "2"}, {"gpu": "l4"}, {"capacity": ROUND}])
 def test_another_process_under_the_same_name_starts_over(change: dict[str, object]) -> None:
     balancer = balancer_of(instance("a", boot="1"))
-    for _ in range(20):
-        pick = picked(balancer)
-        balancer.first_token(pick.reservation, 1.0)
-        done(balancer, pick, 60.0, Outcome.SUCCESS, output_tokens=100)
+    taught(balancer, times=6.0)
+    learned = balancer.candidates["a"].estimates[0].common
     after = replace(instance("a", boot="1"), **change)
     balancer.update(Pool(CLUSTER, (after,)), 2.0)
     candidate = balancer.candidates["a"]
     assert candidate.estimates[0].samples == 0
-    if "gpu" in change:  # nothing is known of that class yet
-        assert candidate.own[0].speed == class_speed("l4")
+    if "gpu" in change:  # nothing is known of that class, but that the model is a large one
+        assert candidate.own[0].speed.alpha_s == pytest.approx(learned * class_speed("l4").alpha_s, rel=0.2)
+
+
+def taught(balancer: Balancer, *, times: float, requests: int = 20) -> None:
+    """Requests one after the other, each taking so many times what its class is said to take."""
+    now = 0.0
+    for _ in range(requests):
+        pick = picked(balancer, now=now)
+        v = class_speed(pick.endpoint.gpu)
+        balancer.first_token(pick.reservation, now + 0.1)
+        now += 0.1 + times * 99 * (v.alpha_s + v.beta_s + 450 * v.gamma_s)
+        done(balancer, pick, now, Outcome.SUCCESS, output_tokens=100)
+
+
+def test_a_class_nothing_is_known_of_is_scaled_as_the_others_proved_to_be() -> None:
+    models = frozenset({"m"})
+    balancer = balancer_of(instance("a", gpu="h100", models=models), instance("b", gpu="h100", models=models))
+    taught(balancer, times=8.0)
+    known = balancer.candidates["a"].own[0].speed
+    newcomers = instance("slow", gpu="l4", models=models), instance("other", gpu="l4", models=frozenset({"s"}))
+    balancer.update(Pool(CLUSTER, (*(c.endpoint for c in balancer.candidates.values()), *newcomers)), 500.0)
+    slow, other = (balancer.candidates[name].own[0].speed for name in ("slow", "other"))
+    assert slow.alpha_s / class_speed("l4").alpha_s == pytest.approx(
+        known.alpha_s / class_speed("h100").alpha_s, rel=0.3
+    )
+    assert slow.kv_tokens == class_speed("l4").kv_tokens
+    assert other == class_speed("l4")  # of another model they say nothing
+
+
+def test_an_instance_whose_prior_is_far_too_slow_is_tried_and_then_known() -> None:
+    """`b` is as fast as `a`, and nobody would ever see it: alone it never comes first."""
+    slow_prior = replace(class_speed("h100"), alpha_s=0.014, prefill_tokens_per_s=12_000)
+    balancer = balancer_of(instance("a", gpu="h100"), instance("b", gpu="h100-pcie", capacity=slow_prior))
+    shares: Counter[str] = Counter()
+    now = 0.0
+    for _ in range(300):
+        pick = picked(balancer, now=now)
+        shares[pick.endpoint.id] += 1
+        v = class_speed("h100")
+        balancer.first_token(pick.reservation, now + 0.1)
+        now += 0.1 + 99 * (v.alpha_s + v.beta_s + 450 * v.gamma_s)
+        done(balancer, pick, now, Outcome.SUCCESS, output_tokens=100)
+    assert balancer.candidates["b"].own[0].speed.alpha_s < 0.011
+    assert shares["b"] > 50
+
+
+def test_a_trial_does_not_go_where_it_would_take_far_too_long() -> None:
+    balancer = balancer_of(instance("a", gpu="h100"), instance("b", gpu="cpu"))
+    for i in range(200):
+        pick = picked(balancer, now=float(i))
+        assert pick.endpoint.id == "a"
+        done(balancer, pick, i + 0.5, Outcome.SUCCESS, output_tokens=100)
 
 
 def test_what_is_known_of_the_server_counts_more_than_its_class() -> None:
@@ -1094,3 +1145,41 @@ def test_a_server_that_had_less_cached_than_believed_shrinks_the_mirror() -> Non
         again = picked(balancer, ask(input_tokens=4_096, prefix_hashes=blocks))
         done(balancer, again, 1.0, Outcome.SUCCESS, output_tokens=9, cached_tokens=4_080)
     assert mirror.capacity == before
+
+
+# -- large pools -------------------------------------------------------------------------------------------------------
+
+
+def large(count: int = 1000) -> Balancer:
+    return balancer_of(*(instance(f"i{k}") for k in range(count)))
+
+
+def test_of_a_large_pool_a_part_is_compared_and_all_get_their_share() -> None:
+    balancer, rng = large(), Random(1)
+    picks = [picked(balancer, rng=rng) for _ in range(3000)]
+    assert {len(p.candidates) for p in picks} == {SAMPLED}
+    in_flight = Counter(p.endpoint.id for p in picks)
+    assert len(in_flight) == 1000
+    assert max(in_flight.values()) <= 6
+
+
+def test_of_a_large_pool_the_one_that_has_the_prompt_is_always_compared() -> None:
+    balancer, rng = large(), Random(1)
+    before = ""
+    for turn in range(1, 20):
+        hashes = tuple(range(turn))
+        pick = picked(balancer, ask(input_tokens=turn * PREFIX_BLOCK_TOKENS, prefix_hashes=hashes), rng=rng)
+        done(balancer, pick, 1.0, Outcome.SUCCESS, output_tokens=100)
+        if turn > 1:
+            assert pick.endpoint.id == before
+        before = pick.endpoint.id
+    warm = picked(balancer, ask(input_tokens=20_000, warm=(*CLUSTER, "i77"), warm_tokens=20_000), rng=rng)
+    assert warm.endpoint.id == "i77"
+
+
+def test_of_a_large_pool_the_last_that_can_take_it_is_found() -> None:
+    balancer, rng = large(), Random(1)
+    balancer.update(
+        Pool(CLUSTER, (*(instance(f"i{k}", phase=Phase.DRAINING) for k in range(999)), instance("i999"))), 1.0
+    )
+    assert {picked(balancer, now=1.0, rng=rng).endpoint.id for _ in range(20)} == {"i999"}

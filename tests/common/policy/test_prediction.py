@@ -30,7 +30,7 @@ speeds = st.sampled_from(list(CLASS_SPEED.values())) | st.builds(
     prefill_tokens_per_s=st.floats(10.0, 1e6),
     attention_tokens=st.floats(1e3, 1e6),
     chunk_tokens=st.floats(1.0, 10_000.0),
-    slots=st.floats(1.0, 1_000.0),
+    slots=st.integers(1, 1_000).map(float),
     kv_tokens=st.floats(100.0, 1e7),
 )
 prompts = st.integers(1, 200_000)

@@ -12,7 +12,7 @@ from common.relay.relay import Relay
 
 @pytest.fixture
 async def relay():
-    relay = Relay(lambda exchange: None, lambda *args: (b"", b""), Limits(), Upstream(), max_connections=10)
+    relay = Relay(lambda exchange: None, lambda *args: (b"", b""), Limits(), Upstream())
     yield relay
     await relay.close(0.0)
 

@@ -21,6 +21,7 @@ from services.agent.engines import EngineState
 from services.agent.monitor import InstanceMonitor
 from tests import servers
 from tests.services.agent.fake_server import FakeServer, Reply, metrics, models, vllm
+from tests.services.agent.pages import Recorded
 
 eventually = partial(servers.eventually, timeout_s=4.0, step_s=0.005)
 
@@ -81,6 +82,36 @@ async def test_a_server_is_found_described_and_reported_on(seen: Seen) -> None:
     assert (report.endpoint, report.running, report.waiting, report.kv_utilization) == ("a", 3.0, 2.0, 0.25)
     assert (report.generated_tokens, report.gpu_utilization, report.gpu_memory_free_bytes) == (1000.0, None, None)
     assert 0.0 <= report.age_s < 0.2
+
+
+async def test_limits_that_it_tells_replace_those_of_its_class_of_gpu(seen: Seen) -> None:
+    routes = {k.removeprefix("main "): Reply(a.body, a.status) for k, a in Recorded("llamacpp-2026.10").answers.items()}
+    async with FakeServer(routes) as server:
+        seen.monitor().watch({"a": InstanceConfig(url=server.url, gpu="l4")})
+        await eventually(lambda: seen.reports)
+    assert seen.endpoints[0].engine == "llamacpp"
+    capacity, prior = seen.endpoints[0].capacity, class_speed("l4")
+    assert capacity is not None
+    assert (capacity.slots, capacity.kv_tokens, capacity.beta_s) == (2.0, 2048.0, prior.beta_s)
+    assert (seen.reports[0].running, seen.reports[0].waiting) == (2.0, 3.0)
+
+
+async def test_a_server_with_listeners_of_their_own(seen: Seen) -> None:
+    """TorchServe: requests, management and metrics on three ports, here as configured."""
+    listeners: dict[str, dict[str, Reply]] = {"main": {}, "management": {}, "metrics": {}}
+    for key, answer in Recorded("torchserve-0.12").answers.items():
+        listener, _, path = key.partition(" ")
+        listeners[listener][path] = Reply(answer.body, answer.status)
+    main, management, page = (FakeServer(routes) for routes in listeners.values())
+    async with main, management, page:
+        config = InstanceConfig(url=main.url, metrics_url=f"{page.url}/metrics", management_url=management.url)
+        seen.monitor().watch({"a": config})
+        await eventually(lambda: seen.reports)
+    (endpoint,) = seen.endpoints
+    assert (endpoint.engine, endpoint.models, endpoint.phase) == ("torchserve", {"echo"}, Phase.SERVING)
+    assert endpoint.capacity is not None
+    assert endpoint.capacity.slots == 1.0
+    assert (seen.reports[0].waiting, seen.reports[0].running) == (3.0, None)
 
 
 async def test_configuration_wins_over_what_the_server_says(seen: Seen) -> None:

@@ -16,7 +16,11 @@ from common.sim.scenarios.traffic import drawn
 from services.sim import page, report
 from services.sim.study import Case, Result, Study, by_case, means, read_windows, run_study
 
-OURS, SLO, WLC = Case("predicted_completion"), Case("predicted_completion", slo=True), Case("weighted_least_connections")
+OURS, SLO, WLC = (
+    Case("predicted_completion"),
+    Case("predicted_completion", slo=True),
+    Case("weighted_least_connections"),
+)
 STUDY = Study((OURS, SLO, WLC), (machine("h100"), machine("a100", 2), machine("l4")), load=0.8)
 ROWS = list(drawn(4, 400))
 

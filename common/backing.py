@@ -1,0 +1,102 @@
+"""What a tier stands on, made as its configuration says: the store of members, the store of sessions, the shared keys.
+
+Imports that cost are made here, when they are needed: gRPC for etcd, the Redis client for Redis.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import structlog
+
+from common.config import Auth, Etcd, Redis
+from common.errors import ConfigError, StoreUnavailable
+from common.route import RouteSigner
+from common.store.base import AffinityStore, MembershipStore
+from common.store.memory import MemoryAffinityStore, MemoryMembershipStore
+
+log = structlog.get_logger()
+
+STORE_START_S = 5.0  # etcd must answer within this when a tier starts
+LEAST_KEY_BYTES = 16
+
+
+async def membership_store(etcd: Etcd) -> MembershipStore:
+    """etcd, or this process's memory. Raises ConfigError when no etcd answers."""
+    if not etcd.urls:
+        return MemoryMembershipStore()
+    from common.store.etcd import EtcdMembershipStore, EtcdTls  # noqa: PLC0415 - gRPC is not needed without it
+
+    store = EtcdMembershipStore(
+        etcd.urls,
+        user=etcd.user,
+        password=etcd.password,
+        tls=EtcdTls(etcd.ca_file, etcd.cert_file, etcd.key_file),
+        check_interval_s=etcd.ttl_s / 5.0,
+    )
+    try:
+        await store.ping(STORE_START_S)
+    except StoreUnavailable as error:
+        await store.close()
+        raise ConfigError(f"etcd.urls: no etcd answers at {', '.join(etcd.urls)}: {error}") from None
+    return store
+
+
+def affinity_store(redis: Redis) -> AffinityStore:
+    """Redis, or this process's memory."""
+    if not redis.url:
+        return MemoryAffinityStore()
+    from common.store.redis import RedisAffinityStore  # noqa: PLC0415
+
+    return RedisAffinityStore(redis.url, budget_ms=redis.budget_ms)
+
+
+async def warm(store: AffinityStore) -> None:
+    """Connect to the affinity store before the first request, whose budget a handshake would not fit into."""
+    try:
+        await store.ping(STORE_START_S)
+    except StoreUnavailable as error:
+        log.warning("affinity_store_unavailable", reason=str(error))
+
+
+class RouteKeys:
+    """The keys that sign route headers: configured ones, or those that all tiers of an etcd share.
+
+    The shared ones stand under `{prefix}/route_key`, separated by commas, the first one signing and all verifying, and
+    are made by whichever tier comes first. They are rotated there, in three steps, each after the tiers have heard of
+    the last (seconds): `OLD,NEW`, then `NEW,OLD`, then `NEW`.
+    """
+
+    def __init__(self, auth: Auth, etcd: Etcd, store: MembershipStore) -> None:
+        self._configured = tuple(key.encode() for key in auth.route_keys)
+        self._name = f"{etcd.prefix}/route_key"
+        self._store = store
+
+    async def signer(self) -> RouteSigner:
+        """A signer with the keys as they are. Raises ConfigError when they cannot be read."""
+        if self._configured:
+            return RouteSigner(self._configured)
+        try:
+            value = await self._store.put_if_absent(self._name, secrets.token_hex(32).encode())
+        except StoreUnavailable as error:
+            raise ConfigError(f"etcd.urls: the route key cannot be read: {error}") from None
+        keys = keys_in(value)
+        if not keys:
+            raise ConfigError(f"etcd: {self._name} holds no key of at least {LEAST_KEY_BYTES} characters")
+        return RouteSigner(keys)
+
+    async def follow(self, signer: RouteSigner) -> None:
+        """Give the signer other keys whenever the shared ones change, until cancelled; without any it keeps its own."""
+        if self._configured:
+            return
+        async for snapshot in self._store.watch(self._name):
+            keys = keys_in(snapshot.values.get(self._name, b""))
+            if keys and keys != signer.keys:
+                signer.keys = keys
+                log.info("route_keys_changed", keys=len(keys))
+
+
+def keys_in(value: bytes) -> tuple[bytes, ...]:
+    """The keys of a list; none if one of them is too short to be one."""
+    keys = tuple(key.strip() for key in value.split(b",") if key.strip())
+    return keys if all(len(key) >= LEAST_KEY_BYTES for key in keys) else ()

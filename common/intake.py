@@ -1,0 +1,127 @@
+"""What a tier learns of a request before it routes it: from the body where it enters, from a peer's word below.
+
+Only what is signed is believed. A request that has been through this system and comes back as a client's has met an
+instance that is one of our own listeners, and is refused before it goes round again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import replace
+
+from common import apis
+from common.affinity import Affinity
+from common.balancing import Balancing
+from common.errors import BadRequest, Draining, ModelNotFound, NoEndpoints
+from common.policy.output_length import OutputLength
+from common.records import RequestRecord
+from common.relay import heads
+from common.relay.coding import decoded
+from common.relay.exchange import Exchange
+from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
+from common.types import InferenceRequest
+
+DECODED_HERE_BYTES = 65_536  # compressed bodies above this are decoded by a thread
+UNDERSTOOD_HERE_BYTES = 262_144  # and bodies above this are read by one: about half a millisecond's work
+
+
+class Intake:
+    """Reads requests for one tier."""
+
+    def __init__(
+        self,
+        balancing: Balancing,
+        affinity: Affinity,
+        signer: RouteSigner,
+        lengths: OutputLength,
+        *,
+        verified_peers: bool = False,
+    ) -> None:
+        self.leaving = False  # peers are told to go elsewhere
+        self._balancing = balancing
+        self._affinity = affinity
+        self._signer = signer
+        self._lengths = lengths
+        self._verified_peers = verified_peers  # a peer has to show a certificate as well
+        # Says in `Via` that a request went from this system to a server; nobody without the key can say so.
+        self.pseudonym = b"headwater-" + hashlib.sha256(b"via" + signer.keys[0]).hexdigest()[:12].encode()
+
+    async def read(self, exchange: Exchange, matched: apis.Match, record: RequestRecord) -> Route:
+        """What policy needs to know. Raises BadRequest, ModelNotFound, NoEndpoints or Draining."""
+        header = heads.find(exchange.headers, HEADER)
+        told = self._told(exchange, header, record) if header is not None else None
+        if told is None:
+            told = Route(await self._understand(exchange, matched, record), ())
+        request = told.request
+        record.model, record.stream, record.tenant = request.model, request.stream, request.tenant
+        record.input_tokens, record.has_session = request.input_tokens, bool(request.session)
+        record.predicted_output_tokens = request.output_tokens
+        record.executions = told.attempts
+        return told
+
+    def _told(self, exchange: Exchange, header: bytes, record: RequestRecord) -> Route | None:
+        """A peer's word on a request; None when it is no peer's."""
+        if self._verified_peers and not exchange.client.verified:
+            return None
+        try:
+            told = self._signer.verify(header)
+        except OtherVersion as error:
+            record.from_peer = True
+            raise NoEndpoints(str(error)) from None
+        if told is None:
+            return None
+        record.from_peer = True
+        record.executions = told.attempts
+        if len(told.visited) >= MAX_HOPS:
+            raise NoEndpoints("the request has passed too many tiers")
+        if self.leaving:
+            raise Draining("this balancer is leaving")
+        return told
+
+    async def _understand(self, exchange: Exchange, matched: apis.Match, record: RequestRecord) -> InferenceRequest:
+        if any(key == b"via" and self.pseudonym in value for key, value in exchange.headers):
+            message = (
+                "the request comes back from what was taken for a server: an instance is a balancer of this system"
+            )
+            raise BadRequest(message, status=508, code="loop_detected")
+        coding = exchange.header(b"content-encoding")
+        if coding is not None:
+            await self._decode(exchange, coding)
+        api, body = matched.api, exchange.body
+        if len(body) > UNDERSTOOD_HERE_BYTES:
+            ask = await asyncio.to_thread(apis.understand, matched, exchange.header, body)
+        else:
+            ask = apis.understand(matched, exchange.header, body)
+        model = record.model = ask.model
+        balancing = self._balancing
+        if balancing.empty:
+            raise NoEndpoints("no instance is registered yet", retry_after_s=1.0)
+        if not api.model_optional and not balancing.known(model) and not balancing.any_model():
+            raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
+        input_tokens = max(1, round(ask.size / apis.BYTES_PER_TOKEN))
+        request = InferenceRequest(
+            record.id,
+            model,
+            api.family.value,
+            ask.stream,
+            input_tokens,
+            ask.cap,
+            self._lengths.expect(model, "", input_tokens, ask.cap) if api.generates else 0.0,
+            ask.prefix_hashes,
+            ask.session,
+        )
+        placement = await self._affinity.lookup(ask.session) if ask.session else None
+        if placement is None:
+            return request
+        return replace(request, warm=placement.path, warm_tokens=placement.tokens)
+
+    @staticmethod
+    async def _decode(exchange: Exchange, codings: str) -> None:
+        """Take a request's content codings off: routing has to read the body, and few servers could."""
+        limit = exchange.client.limits.max_body_bytes
+        if len(exchange.body) > DECODED_HERE_BYTES:
+            exchange.body = await asyncio.to_thread(decoded, exchange.body, codings, limit)
+        else:
+            exchange.body = decoded(exchange.body, codings, limit)
+        exchange.headers = [(k, v) for k, v in exchange.headers if k != b"content-encoding"]

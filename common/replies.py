@@ -1,0 +1,97 @@
+"""What this process says itself: errors in the shape of the API called, preflights, and servers' refusals handed on.
+
+A tier below says in `x-headwater-…` headers what the tier above has to know; no client ever sees those.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from common import apis
+from common.errors import LBError, RejectedError, UpstreamError
+from common.records import Ending, RequestRecord
+from common.relay import cors, heads
+from common.relay.exchange import Exchange
+from common.relay.sending import Answer
+
+REJECTED = b"x-headwater-rejected"  # a peer dispatched nothing: the tier above may try a sibling
+SERVED_BY = b"x-headwater-served-by"
+DECISION = b"x-headwater-decision"
+ATTEMPTS = b"x-headwater-attempts"
+JSON = (b"content-type", b"application/json")
+SSE = "text/event-stream"
+SAID_CHARS = 2000  # of a server's error that is told in an event
+
+
+class Replies:
+    """Answers of one process to its clients, of which some are browsers on other origins."""
+
+    def __init__(self, allowed_origins: tuple[str, ...]) -> None:
+        self.cors = cors.Cors(allowed_origins)
+
+    def preflight(self, exchange: Exchange) -> bool:
+        """Answer what a browser asks before it calls from another origin; whether it was such a question."""
+        if heads.find(exchange.headers, b"origin") is None:
+            return False
+        if heads.find(exchange.headers, b"access-control-request-method") is None:
+            return False
+        fields = self.cors.preflight(exchange.headers)
+        if fields is not None:
+            exchange.client.respond(204, fields, b"")
+            return True
+        family = apis.family_of(exchange.path)
+        body = apis.error_body(family, (403, "this origin may not call here; see cors.allowed_origins"))
+        exchange.client.respond(403, [JSON], body)
+        return True
+
+    def error(self, exchange: Exchange, api: apis.Api, record: RequestRecord, error: LBError) -> None:
+        """Tell of an error, unless the relay has ended the answer in the open already."""
+        record.error = error.code
+        if exchange.committed:
+            return
+        record.status = error.status
+        record.ending = Ending.BROKE_BEFORE if isinstance(error, UpstreamError) else Ending.REFUSED
+        if exchange.status:
+            exchange.client.cut(apis.error_event(api.family, SSE, str(error), error.code))
+            return
+        headers = [JSON, *self.cors.answer(exchange.headers)]
+        added = [(DECISION, record.id.encode())]
+        if error.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % max(1, ceil(error.retry_after_s))))
+        if record.from_peer:
+            added.append((ATTEMPTS, b"%d" % record.executions))
+            if isinstance(error, RejectedError):
+                added.append((REJECTED, error.code.encode()))
+        exchange.client.respond(error.status, headers, apis.error_body(api.family, error), heads.lines(added))
+
+    def refusal(self, exchange: Exchange, api: apis.Api, record: RequestRecord, answer: Answer) -> None:
+        """Hand on what a server said that would not take a request: the client gets its own words."""
+        record.status, record.ending, record.error = answer.status, Ending.REFUSED, "overloaded"
+        if exchange.status:
+            exchange.client.cut(apis.error_event(api.family, SSE, _said(answer), "overloaded"))
+            return
+        added = [(DECISION, record.id.encode())]
+        if record.from_peer:
+            # By those that were tried, which says nothing of this node: its other endpoints may be free.
+            added += [(REJECTED, b"refused"), (ATTEMPTS, b"%d" % record.executions)]
+        kept, body = _whole(answer, api)
+        if self.cors:
+            kept = [(k, v) for k, v in kept if not k.startswith(cors.PREFIX)] + self.cors.answer(exchange.headers)
+        exchange.client.respond(answer.status, kept, body, heads.lines(added))
+
+
+def _whole(answer: Answer, api: apis.Api) -> tuple[heads.Headers, bytes]:
+    """Headers and body of a collected answer; of one that was cut, which nobody could read, our own words."""
+    if answer.cut:
+        kept = [(k, v) for k, v in answer.headers if k == b"retry-after"]
+        said = (answer.status, f"the server refused the request with status {answer.status}")
+        return [JSON, *kept], apis.error_body(api.family, said)
+    return answer.headers, answer.body
+
+
+def _said(answer: Answer) -> str:
+    """What a server said, for a place where its answer cannot stand as it is."""
+    text = ""
+    if heads.find(answer.headers, b"content-encoding") is None:
+        text = answer.body.decode("utf-8", "replace")[:SAID_CHARS]
+    return f"the server answered {answer.status}" + (f": {text}" if text else "")
