@@ -318,8 +318,16 @@ class TierConfig(Section):
 C = TypeVar("C", bound=BaseModel)
 
 
-def load(model: type[C], file: str | FilePath | None = None, overrides: Mapping[str, Any] | None = None) -> C:
+def load(
+    model: type[C],
+    file: str | FilePath | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> C:
     """Read a configuration: defaults, then the file, then the environment, then `overrides` (command-line flags).
+
+    `environ` instead of this process' own, {} for a file that is no configuration of a process.
 
     Raises ConfigError naming the file, line and key at fault.
     """
@@ -329,7 +337,7 @@ def load(model: type[C], file: str | FilePath | None = None, overrides: Mapping[
     name = str(file) if file else "configuration"
     if file:
         values = _read(FilePath(file), lines)
-    _merge_environment(values, os.environ, model, given)
+    _merge_environment(values, os.environ if environ is None else environ, model, given)
     for key, value in (overrides or {}).items():
         if value is not None:
             values[key] = value

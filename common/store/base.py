@@ -72,6 +72,12 @@ class MembershipStore(Protocol):
     async def put_if_absent(self, key: str, value: bytes) -> bytes:
         """Write a value (under no lease) unless the key exists; what is stored then. Raises StoreUnavailable."""
 
+    async def put(self, key: str, value: bytes) -> None:
+        """Write a value, under no lease, whether there is one or not. Raises StoreUnavailable."""
+
+    async def delete(self, key: str) -> bool:
+        """Delete a key that is under no lease; whether there was one. Raises StoreUnavailable."""
+
     async def ping(self, timeout_s: float) -> None:
         """Return as soon as the store answers, trying until `timeout_s` is over. Raises StoreUnavailable."""
 

@@ -80,6 +80,18 @@ class MemoryMembershipStore:
             self.write(key, value, None)
         return self._keys[key][0]
 
+    async def put(self, key: str, value: bytes) -> None:
+        """See MembershipStore."""
+        self._check()
+        self.write(key, value, None)
+
+    async def delete(self, key: str) -> bool:
+        """See MembershipStore."""
+        self._check()
+        there = key in self._keys
+        self.write(key, None, None)
+        return there
+
     async def ping(self, timeout_s: float) -> None:
         """See MembershipStore."""
         changed = asyncio.Event()

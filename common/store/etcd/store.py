@@ -23,6 +23,8 @@ CHECK_INTERVAL_S: Final = 1.0  # a fifth of the default time to live
 RELIST_INTERVAL_S: Final = 60.0  # the last net under lost events; 400 kB for 1,000 instances
 
 _RANGE: Final[Method] = lambda link: link.kv.Range  # noqa: E731 - names for calls
+_PUT: Final[Method] = lambda link: link.kv.Put  # noqa: E731
+_DELETE: Final[Method] = lambda link: link.kv.DeleteRange  # noqa: E731
 _TXN: Final[Method] = lambda link: link.kv.Txn  # noqa: E731
 
 
@@ -91,6 +93,16 @@ class EtcdMembershipStore:
         )
         answer = await self._client.call(_TXN, request, self._timeout_s)
         return value if answer.succeeded else bytes(answer.responses[0].response_range.kvs[0].value)
+
+    async def put(self, key: str, value: bytes) -> None:
+        """See MembershipStore."""
+        await self._client.call(_PUT, rpc.PutRequest(key=key.encode(), value=value), self._timeout_s)
+
+    async def delete(self, key: str) -> bool:
+        """See MembershipStore."""
+        request = rpc.DeleteRangeRequest(key=key.encode())
+        # A repetition finds nothing left to delete, so of a reply that was lost it is told that nothing was there.
+        return bool((await self._client.call(_DELETE, request, self._timeout_s)).deleted)
 
     async def ping(self, timeout_s: float) -> None:
         """See MembershipStore. It is a read that needs the cluster: a member alone does not count."""
