@@ -14,7 +14,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from common.errors import ConfigError
 
@@ -243,14 +243,6 @@ class TlsSection(Section):
     """Authority of instances' certificates; none: the system's."""
     instances_verify: bool = True
     """Whether instances' certificates are checked."""
-
-    @model_validator(mode="after")
-    def _complete(self) -> TlsSection:
-        if bool(self.cert_file) != bool(self.key_file):
-            raise ValueError("cert_file and key_file go together")
-        if self.peers_required and not (self.ca_file and self.cert_file):
-            raise ValueError("peers_required needs ca_file, cert_file and key_file")
-        return self
 
 
 class Network(Section):

@@ -14,6 +14,7 @@ from common import apis
 from common.affinity import Affinity
 from common.balancing import Balancing
 from common.errors import BadRequest, Draining, ModelNotFound, NoEndpoints
+from common.policy.input_length import InputLength
 from common.policy.output_length import OutputLength
 from common.records import RequestRecord
 from common.relay import heads
@@ -39,6 +40,7 @@ class Intake:
         verified_peers: bool = False,
     ) -> None:
         self.leaving = False  # peers are told to go elsewhere
+        self.inputs = InputLength()
         self._balancing = balancing
         self._affinity = affinity
         self._signer = signer
@@ -99,7 +101,8 @@ class Intake:
             raise NoEndpoints("no instance is registered yet", retry_after_s=1.0)
         if not api.model_optional and not balancing.known(model) and not balancing.any_model():
             raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
-        input_tokens = max(1, round(ask.size / apis.BYTES_PER_TOKEN))
+        hints = apis.read_hints(exchange.header)
+        input_tokens = self.inputs.expect(model, ask.size, ask.items)
         request = InferenceRequest(
             record.id,
             model,
@@ -107,14 +110,24 @@ class Intake:
             ask.stream,
             input_tokens,
             ask.cap,
-            self._lengths.expect(model, "", input_tokens, ask.cap) if api.generates else 0.0,
+            self._output_tokens(api, ask, input_tokens, hints),
             ask.prefix_hashes,
             ask.session,
+            deadline_s=hints.deadline_s,
+            slo=hints.slo,
         )
         placement = await self._affinity.lookup(ask.session) if ask.session else None
         if placement is None:
             return request
         return replace(request, warm=placement.path, warm_tokens=placement.tokens)
+
+    def _output_tokens(self, api: apis.Api, ask: apis.Ask, input_tokens: int, hints: apis.Hints) -> float:
+        """As the client expects, or as learned; 0 for what does not generate."""
+        if not api.generates:
+            return 0.0
+        if hints.output_tokens is not None:
+            return min(hints.output_tokens, ask.cap or hints.output_tokens)
+        return self._lengths.expect(ask.model, "", input_tokens, ask.cap)
 
     @staticmethod
     async def _decode(exchange: Exchange, codings: str) -> None:

@@ -208,7 +208,7 @@ class Removed(NamedTuple):
     """What one filter took out of a choice: how many candidates, and the first of them by id."""
 
     filter: str
-    count: int
+    number: int
     endpoints: tuple[str, ...]
 
 

@@ -50,7 +50,7 @@ class Script:
     content_type: str = "application/json"
     headers: tuple[tuple[str, str], ...] = ()
     chunks: tuple[bytes, ...] = ()
-    framing: Literal["length", "chunked", "close"] = "length"
+    framing: Literal["length", "chunked", "close", "raw"] = "length"  # raw: the pieces are all there is, head included
     declared: int | None = None  # Content-Length where it is not to be the truth
     delay_s: float = 0.0  # from the request's last byte to the answer's first
     gap_s: float = 0.0  # before each chunk but the first
@@ -100,6 +100,7 @@ class Seen:
     at: float
     answered: bool = False  # a byte of an answer was written
     chunks: int = 0  # written
+    written: int = 0  # bytes of the answer that the client's side has taken
     ended: Literal["", "complete", "cut", "aborted"] = ""  # "": under way; aborted: the client left before the end
     ended_at: float = 0.0
 
@@ -123,6 +124,7 @@ class FakeEngine:
     models_script: Script | None = None  # instead of a list of models
     next_scripts: deque[Script] = field(default_factory=deque)
     choose: Callable[[Seen], Script] | None = None
+    host: str = "127.0.0.1"  # ::1 for an address of IPv6
     idle_close_s: float | None = None  # close a connection that was idle for so long after an answer
     slams: bool = False  # connections are taken and reset at once
     port: int = 0
@@ -135,8 +137,8 @@ class FakeEngine:
 
     @property
     def url(self) -> str:
-        """http://127.0.0.1:PORT."""
-        return f"http://127.0.0.1:{self.port}"
+        """http://127.0.0.1:PORT, or with the address of IPv6 in brackets."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
     def open(self) -> int:
@@ -159,7 +161,7 @@ class FakeEngine:
     async def start(self) -> Self:
         """Listen; again on the same port after `refuse` or `kill`."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Connection(self), "127.0.0.1", self.port, backlog=1024)
+        self._server = await loop.create_server(lambda: _Connection(self), self.host, self.port, backlog=1024)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -209,6 +211,7 @@ class _Connection(asyncio.Protocol):
         self._arrived = asyncio.Event()
         self._gone = asyncio.Event()
         self._turn = 0
+        self._full = False  # the client does not take what is written
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -320,13 +323,13 @@ class _Connection(asyncio.Protocol):
         if await self._left_within(script.delay_s):
             return False
         if script.cut_after != BEFORE_HEAD:
-            self.transport.write(self._head(script))
+            self._write(seen, b"" if script.framing == "raw" else self._head(script))
             seen.answered = True
             for at, chunk in enumerate(script.chunks[: script.cut_after] if script.cut else script.chunks):
-                if await self._left_within(script.gap_s if at else 0.0):
+                if await self._left_within(script.gap_s if at else 0.0) or await self._blocked():
                     return False
                 framed = b"%x\r\n%b\r\n" % (len(chunk), chunk)
-                self.transport.write(framed if script.framing == "chunked" else chunk)
+                self._write(seen, framed if script.framing == "chunked" else chunk)
                 seen.chunks += 1
         if script.cut:
             return await self._cut(seen, script)
@@ -338,12 +341,30 @@ class _Connection(asyncio.Protocol):
             return False
         return True
 
+    def _write(self, seen: Seen, data: bytes) -> None:
+        self.transport.write(data)
+        seen.written += len(data)
+
+    async def _blocked(self) -> bool:
+        """Wait until what was written is taken; whether the client left meanwhile."""
+        while self._full and not self._gone.is_set():
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._gone.is_set()
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        self._arrived.set()
+
     def _head(self, script: Script) -> bytes:
         length = script.declared if script.declared is not None else sum(len(c) for c in script.chunks)
-        framing = {"length": f"content-length: {length}\r\n", "chunked": "transfer-encoding: chunked\r\n", "close": ""}
+        framing = {"length": f"content-length: {length}\r\n", "chunked": "transfer-encoding: chunked\r\n"}
         lines = [f"HTTP/1.1 {script.status} Scripted\r\ncontent-type: {script.content_type}\r\n"]
         lines += [f"{name}: {value}\r\n" for name, value in script.headers]
-        lines += [framing[script.framing], f"x-engine-id: {self.engine.name}\r\n"]
+        lines += [framing.get(script.framing, ""), f"x-engine-id: {self.engine.name}\r\n"]
         if script.close == "announced" or script.framing == "close":
             lines.append("connection: close\r\n")
         return ("".join(lines) + "\r\n").encode("latin-1")

@@ -1,22 +1,25 @@
 """The APIs that are relayed: which one a request speaks, what routing needs out of it, how its errors look.
 
-`routes` says what is relayed, `bodies` reads the few fields that routing needs, `errors` has the shape of each API's
+`routes` says what is relayed, `bodies` reads the few fields that routing needs, `hints` the
+headers by which a client says more, `errors` has the shape of each API's
 errors. Adding a route is one line in `routes`.
 """
 
-from common.apis.bodies import BYTES_PER_TOKEN, Ask, understand
+from common.apis.bodies import Ask, understand
 from common.apis.errors import error_body, error_event
+from common.apis.hints import Hints, read_hints
 from common.apis.routes import Api, Family, Match, family_of, match
 
 __all__ = [
-    "BYTES_PER_TOKEN",
     "Api",
     "Ask",
     "Family",
+    "Hints",
     "Match",
     "error_body",
     "error_event",
     "family_of",
     "match",
+    "read_hints",
     "understand",
 ]

@@ -19,21 +19,25 @@ import xxhash
 from common.apis.routes import Kind, Match
 from common.errors import BadRequest
 
-BYTES_PER_TOKEN = 4.0  # of English text and JSON under common tokenizers
 PREFIX_BLOCK_BYTES = 2048  # about 512 tokens
 PREFIX_BLOCKS = 64  # hashed of one prompt at most: about 32,000 tokens
 MODEL_CHARS = 512  # in a model's name; the route header has to hold it however it is escaped
 UTF8_CHUNK = 1 << 20  # bytes checked at once, so that no second copy of a large body is made
 MOST_TOKENS = 10_000_000  # a cap above this is no cap
+MEDIA_BYTES = 2048  # a string of so many characters without a space is no prose
 
 
 @dataclass(slots=True)
 class Ask:
-    """What routing knows of a request. `size` is the prompt's bytes, `cap` its own bound on output tokens."""
+    """What routing knows of a request.
+
+    `size` is the prompt's text in bytes, `items` the images and clips beside it, `cap` its own bound on output tokens.
+    """
 
     model: str
     stream: bool = False
     size: int = 0
+    items: int = 0
     cap: int | None = None
     session: str = ""  # hashed; "" none
     prefix_hashes: tuple[int, ...] = ()
@@ -47,22 +51,41 @@ def understand(matched: Match, header: Header, body: bytes) -> Ask:
     """What routing needs of a request. Raises BadRequest for a body that its API cannot mean."""
     api = matched.api
     if api.kind is Kind.PATH:
-        ask = Ask(_named(matched.model) if matched.model else "", api.streams, len(body))
-        ask.session = session_key(Fields(), header)
-        return ask
+        model = _named(matched.model) if matched.model else ""
+        return Ask(model, api.streams, len(body), session=session_key(Fields(), header))
     if api.kind is Kind.FORM:
         model = form_field(body, header(b"content-type") or "", "model")
-        return Ask(model_of(Fields(model=model)), False, len(body), session=session_key(Fields(), header))
+        items = max(1, len(body) // CLIP_BYTES)
+        return Ask(model_of(Fields(model=model)), False, 0, items, session=session_key(Fields(), header))
     fields = read_fields(body)
     text = fields.text
+    media_bytes, items = media(text)
     return Ask(
         model_of(fields),
         wants_stream(fields, default=api.streams),
-        len(text),
+        len(text) - media_bytes,
+        items,
         token_cap(fields),
         session_key(fields, header),
         prefix_hashes(text) if len(text) >= PREFIX_BLOCK_BYTES else (),
     )
+
+
+CLIP_BYTES = 512 * 1024  # of an uploaded file count as one item: half a minute of compressed speech
+
+_INLINE = re.compile(rb'"(?:data:[^",]{0,200},)?[A-Za-z0-9+/=_-]{%d,}"' % MEDIA_BYTES)
+_MENTIONED = re.compile(
+    rb'"type"\s*:\s*"(?:image_url|input_image|image|input_audio|audio_url|video_url|input_file|file)"'
+)
+
+
+def media(text: bytes) -> tuple[int, int]:
+    """(bytes that are no text, items) of a prompt: images and clips inline in base64, or by their URLs."""
+    mentioned = len(_MENTIONED.findall(text)) if b'"type"' in text else 0
+    if len(text) < MEDIA_BYTES:
+        return 0, mentioned
+    inline = [m.end() - m.start() for m in _INLINE.finditer(text)]
+    return sum(inline), max(mentioned, len(inline))
 
 
 class Options(msgspec.Struct):

@@ -19,11 +19,11 @@ from common.policy.ewma import DecayingSum
 from common.policy.filters import Filter
 from common.policy.health import State
 from common.policy.pickers import Picker
-from common.policy.prediction import UNFIT, Terms, alike, class_speed, marginal_cost
+from common.policy.prediction import UNFIT, Terms, alike, class_speed, marginal_cost, prefill_steps
 from common.policy.quote import QUOTE_INSTANCES, class_means
 from common.policy.scorers import Scorer
 from common.policy.server import Server, Sums
-from common.policy.speed import SpeedEstimate
+from common.policy.speed import NOISE, SpeedEstimate
 from common.policy.weights import Coefficients, Weights
 from common.types import (
     Decision,
@@ -76,6 +76,7 @@ class _Held:
     """What a reservation holds, until it is released."""
 
     __slots__ = (
+        "ahead",
         "at",
         "candidate",
         "context",
@@ -88,6 +89,7 @@ class _Held:
         "prompt",
         "read",
         "server",
+        "steps",
         "terms",
         "trial",
     )
@@ -102,6 +104,8 @@ class _Held:
         self.prompt = uncached
         self.read = uncached * (1.0 + 0.5 * request.input_tokens / server.speed.attention_tokens)
         self.output = request.output_tokens
+        self.ahead = server.p  # prompt tokens waiting there before it
+        self.steps = prefill_steps(server.costs(), uncached)
         self.context = request.input_tokens + 0.5 * request.output_tokens
         self.at = now
         self.terms = terms
@@ -179,8 +183,8 @@ class Balancer:
         self._qualified.clear()
 
     def _share_class(self, c: Candidate) -> None:
-        """One without answers of its own is taken for as fast as its like, or its class scaled as the others are."""
-        if c.estimates[0].samples:
+        """One with hardly an answer of its own is taken for as fast as its like, or its class scaled as others are."""
+        if c.estimates[0].samples >= TRIAL_SAMPLES:
             return
         known = self._classes.get(_class_of(c.endpoint))
         if known is not None and known.samples:
@@ -456,13 +460,13 @@ class Balancer:
                 server.dispatched(uncached, request.output_tokens, now, c.server.copies)
                 c.sent.append((now, request))
                 server = c.own[0] if len(c.own) == 1 else c.cheapest(request, now, blind=True)[1]
+        self._next += 1
+        held = self._held[self._next] = _Held(c, server, request, uncached, terms, now)
         server.dispatched(uncached, request.output_tokens, now)
         if request.prefix_hashes:
             c.prefix.insert(request.prefix_hashes)  # at once: of prompts that come together all but the first find it
             if len(self.candidates) > COMPARED:
                 self._remember_prompt(request.prefix_hashes[-1], c.endpoint.id)
-        self._next += 1
-        held = self._held[self._next] = _Held(c, server, request, uncached, terms, now)
         if c.breaker.state is not State.CLOSED:
             held.trial = c.breaker.picked()
         if not request.stream and request.output_tokens > 0.0 and terms.ttft < inf:
@@ -570,7 +574,7 @@ class Balancer:
     def _learn(self, held: _Held, now: float, output_tokens: float | None) -> None:
         """Teach the server's speed by a finished request, if it was seen well enough."""
         c, estimate = held.candidate, held.estimate
-        if c.depth != 2 or estimate is None or not held.decoding:
+        if c.depth != 2 or estimate is None or (held.output > 0.0 and not held.decoding):
             return
         if estimate.samples > KNOWN_SAMPLES and now - c.learned_at < LEARN_EVERY_S:
             return
@@ -579,13 +583,19 @@ class Balancer:
         decoding_s, context_s, read_tokens, at = held.mark
         took = now - at
         samples = estimate.samples
-        if output_tokens is not None and output_tokens >= ENOUGH_TOKENS and took > 0.0:
+        sample: tuple[float, float, float, float, float, float] | None = None
+        if held.output <= 0.0:
+            # What does not generate is done when all input sent before it, and its own, was read.
+            sample = (now - held.at, held.steps, s.n, s.k, held.read + held.ahead, TTFT_NOISE)
+        elif output_tokens is not None and output_tokens >= ENOUGH_TOKENS and took > 0.0:
             n, k = (s.decoding_s - decoding_s) / took, (s.context_s - context_s) / took
-            estimate.learn(took, output_tokens - 1.0, n, k, s.read_tokens - read_tokens)
-            self._teach_class(c, took, output_tokens - 1.0, n, k, s.read_tokens - read_tokens)
+            sample = (took, output_tokens - 1.0, n, k, s.read_tokens - read_tokens, NOISE)
         elif held.first_at is not None and 0.0 < held.terms.ttft < inf:
             # A short answer tells of reading prompts: its first token is one step after its prompt was read.
             estimate.learn(held.first_at - held.at, 1.0, s.n, s.k, held.read, TTFT_NOISE)
+        if sample is not None:
+            estimate.learn(*sample)
+            self._teach_class(c, *sample)
         if estimate.samples != samples:
             s.runs_at(estimate.speed)
             if estimate.samples == TRIAL_SAMPLES:
@@ -596,7 +606,7 @@ class Balancer:
         alike = _class_of(c.endpoint)
         known = self._classes.get(alike)
         if known is None:
-            known = self._classes[alike] = SpeedEstimate(class_speed(c.endpoint.gpu))
+            known = self._classes[alike] = SpeedEstimate(c.endpoint.capacity or class_speed(c.endpoint.gpu))
         if known.samples >= CLASS_SAMPLES:
             return
         known.learn(*sample)

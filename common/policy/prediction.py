@@ -59,15 +59,15 @@ def marginal_cost(server: Server, uncached: float, length: float, output: float)
     """What one more request costs on `server`, in seconds, split in three; O(1).
 
     `uncached` prompt tokens have to be read of `length` in all; `output` tokens are expected back (0: it does not
-    generate). A request that can never fit into KV memory costs infinity.
+    generate, and keeps nothing in KV memory). A request that can never fit into KV memory costs infinity.
     """
     c = server.costs()
-    wait = slot_wait_s(c, length + output)
+    wait = slot_wait_s(c, length + output) if output > 0.0 else c.slot_wait_s
     if wait == inf:
         return UNFIT
     prompts = c.prompt_tokens + uncached
     reading = prompts * (c.seconds_per_prompt_token + length * c.seconds_per_position)
-    ttft = reading + (ceil(prompts / c.room) + 0.5) * c.step_s + wait
+    ttft = reading + prefill_steps(c, uncached) * c.step_s + wait
     stall = c.requests * uncached * c.seconds_per_prompt_token
     if output <= 0.0:
         return Terms(ttft, 0.0, stall)
@@ -79,6 +79,11 @@ def marginal_cost(server: Server, uncached: float, length: float, output: float)
         own + shared * (c.beta_s + c.gamma_s * c.mean_context),
         stall + shared * (c.beta_s + c.gamma_s * context),
     )
+
+
+def prefill_steps(c: Costs, uncached: float) -> float:
+    """Engine steps until so many more prompt tokens are read, after those there, and the first token is out."""
+    return ceil((c.prompt_tokens + uncached) / c.room) + 0.5
 
 
 def shared_steps(c: Costs, output: float) -> float:

@@ -12,14 +12,13 @@ from collections import deque
 from math import inf
 from socket import IPPROTO_TCP, SO_LINGER, SOL_SOCKET, TCP_INFO
 from struct import pack
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import httptools
 
 from common import clock
 from common.relay import framing, heads
 from common.relay.exchange import Exchange
-from common.relay.framing import Refused
 
 if TYPE_CHECKING:
     from common.relay.listener import Listener
@@ -32,6 +31,10 @@ LOOK_S = 0.5  # a client that half-closed is looked at this often: nothing else 
 TCP_CLOSED = 7  # the kernel's state of a connection that was reset
 GETS = frozenset((b"GET", b"HEAD", b"OPTIONS"))
 PREFACE = b"PRI * HTTP/2"
+
+
+class _Stop(Exception):  # noqa: N818 - no error: the parser is to call back no more
+    """The request is refused."""
 
 
 class _Deaf:
@@ -169,11 +172,11 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserUpgrade as pause:
             self._upgraded(data[pause.args[0] :])
             return
-        except httptools.HttpParserCallbackError:
-            raise  # a bug of ours
+        except httptools.HttpParserCallbackError as error:
+            if not isinstance(error.__context__, _Stop):
+                raise  # a bug of ours
+            return
         except httptools.HttpParserError as error:
-            if self._parsing is not None and self._parsing.refused is not None:
-                return  # what a refused request goes on to send
             if data.startswith(PREFACE):
                 self._refuse(505, "HTTP/2 is not spoken here")
             else:
@@ -186,7 +189,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._overhead > self.limits.max_header_bytes:
             if not parsing.head_complete:
                 self._refuse(*framing.too_long(parsing, self.limits))
-            elif parsing.refused is None:
+            else:
                 self._refuse(400, "the body's framing and trailers are larger than a head may be")
 
     # -- the parser's callbacks --------------------------------------------------------------------------------------
@@ -226,16 +229,13 @@ class ClientConnection(asyncio.Protocol):
         if (self._overhead > self.limits.max_header_bytes or self.current is not None) and (
             framing.head_bytes(parsing) > self.limits.max_header_bytes
         ):
-            self._refused(parsing, framing.too_long(parsing, self.limits))
-            return
+            self._refused(*framing.too_long(parsing, self.limits))
         if len(parsing.headers) > framing.MAX_HEADERS:
-            self._refused(parsing, (431, f"the request has more than {framing.MAX_HEADERS} header fields"))
-            return
+            self._refused(431, f"the request has more than {framing.MAX_HEADERS} header fields")
         self._overhead = 0
         refused = framing.judge(parsing, version, self.limits)
         if refused is not None:
-            self._refused(parsing, refused)
-            return
+            self._refused(*refused)
         if parser.should_upgrade():
             self._upgrade = True
             return
@@ -257,19 +257,16 @@ class ClientConnection(asyncio.Protocol):
         size = len(body)
         self._overhead -= size
         self._body_size += size
-        if parsing.refused is not None:
-            return
         if self._body_size > self.limits.max_body_bytes:
-            self._refused(parsing, (413, f"the body is larger than {self.limits.max_body_bytes} bytes"))
-            return
+            self._refused(413, f"the body is larger than {self.limits.max_body_bytes} bytes")
         parsing.pieces.append(body)
 
     def on_message_complete(self) -> None:
         """The request is complete."""
-        parsing = self._parsing
-        if parsing is None or parsing.refused is not None or self._upgrade:
+        if self._upgrade:
             return
-        self._parsing = None
+        parsing, self._parsing = self._parsing, None
+        assert parsing is not None
         pieces = parsing.pieces
         parsing.body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         parsing.pieces = []
@@ -282,26 +279,25 @@ class ClientConnection(asyncio.Protocol):
 
     def _upgraded(self, rest: bytes) -> None:
         """The parser has stopped after a head that offers another protocol: refuse it, or read on without the offer."""
-        parsing, self._parsing = self._parsing, None
-        if parsing is None or parsing.refused is not None:
-            return
+        parsing = self._parsing
+        assert parsing is not None
         refused = framing.upgrade_refused(parsing)
         if refused is not None:
-            self._parsing = parsing
-            self._refused(parsing, refused)
+            self._refuse(*refused)
             return
+        self._parsing = None
         self._parser = httptools.HttpRequestParser(self)
         self.data_received(framing.without_upgrade(parsing) + rest)
 
-    def _refused(self, parsing: Exchange, refused: Refused) -> None:
-        if parsing.refused is None:
-            parsing.refused = refused
-            self._refuse(*refused)
+    def _refused(self, status: int, message: str) -> NoReturn:
+        """Refuse what is being parsed, and have the parser stop."""
+        self._refuse(status, message)
+        raise _Stop
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer what cannot be served and close; an answer that is under way is not disturbed, only cut after it."""
         refused = self._parsing or Exchange(self)
-        refused.refused = refused.refused or (status, message)
+        refused.refused = status, message
         refused.close = True
         self._parser = _Deaf()
         self._parsing = None

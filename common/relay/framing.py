@@ -12,6 +12,7 @@ from common.relay.exchange import ClientLimits, Exchange
 
 MAX_HEADERS = 256  # fields in one head; browsers and SDKs send about twenty
 JUDGED = frozenset((b"host", b"transfer-encoding", b"content-length", b"expect"))
+TRANSFER_CODINGS = frozenset((b"chunked", b"gzip", b"x-gzip", b"deflate", b"compress", b"x-compress"))
 SCHEMES = (b"http://", b"https://")
 
 Refused = tuple[int, str]
@@ -21,6 +22,7 @@ Refused = tuple[int, str]
 def judge(exchange: Exchange, version: str, limits: ClientLimits) -> Refused | None:
     """Whether a head is refused; notes on the way whether its client waits to be invited to send the body."""
     hosts = 0
+    refused: Refused | None = None
     for key, value in exchange.headers:
         if key not in JUDGED:
             continue
@@ -28,21 +30,28 @@ def judge(exchange: Exchange, version: str, limits: ClientLimits) -> Refused | N
             hosts += 1
         elif key == b"content-length":
             if int(value) > limits.max_body_bytes:  # digits alone, or the parser had refused it
-                return 413, f"the body is larger than {limits.max_body_bytes} bytes"
+                refused = 413, f"the body is larger than {limits.max_body_bytes} bytes"
         elif key == b"transfer-encoding":
             if exchange.old:
-                return 400, "HTTP/1.0 has no transfer-encoding"
-            if value.strip().lower() != b"chunked":
-                return 501, "only chunked transfer-encoding is supported"
+                refused = 400, "HTTP/1.0 has no transfer-encoding"
+            elif value.strip().lower() != b"chunked":
+                refused = _unspoken(value)
         elif value.lower() != b"100-continue":
-            return 417, "only 100-continue can be expected"
+            refused = refused or (417, "only 100-continue can be expected")
         else:
             exchange.expects_continue = not exchange.old
     if version not in ("1.1", "1.0"):
         return 505, f"HTTP/{version} is not spoken here"
     if hosts > 1 or (hosts == 0 and not exchange.old):
         return 400, "exactly one Host header is required"
-    return None
+    return refused
+
+
+def _unspoken(codings: bytes) -> Refused:
+    """Real transfer codings are not implemented; what only looks like one is a way to have two readers disagree."""
+    if all(name.strip().lower() in TRANSFER_CODINGS for name in codings.split(b",")):
+        return 501, "only chunked transfer-encoding is supported"
+    return 400, "not a transfer-encoding"
 
 
 def head_bytes(exchange: Exchange) -> int:

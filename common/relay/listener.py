@@ -176,7 +176,7 @@ class TurnedAway(asyncio.Protocol):
         if self._transport.is_closing() or not data:
             return
         asked = Exchange(cast("ClientConnection", None))
-        asked.target = (data.split(b" ", 2) + [b"", b""])[1]
+        asked.target = [*data.split(b" ", 2), b""][1]
         content_type, body = self._listener.refusal(asked, 503, "too many connections; try again in a moment")
         lines = b"retry-after: 1\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
         self._transport.write(heads.response_head(503, [(b"content-type", content_type)], lines) + body)

@@ -30,6 +30,7 @@ class TlsFiles(Protocol):
     ca_file: str
     instances_ca_file: str
     instances_verify: bool
+    peers_required: bool
 
 
 def _problem(error: OSError) -> str:
@@ -44,6 +45,10 @@ class Certificates:
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises ConfigError for files that cannot be used."""
+        if bool(files.cert_file) != bool(files.key_file):
+            raise ConfigError("tls: cert_file and key_file go together")
+        if files.peers_required and not (files.ca_file and files.cert_file):
+            raise ConfigError("tls.peers_required: needs ca_file, cert_file and key_file")
         self._files = files
         self.listener: ssl.SSLContext | None = None
         try:

@@ -325,6 +325,8 @@ SPECIAL = {
     "etcd.urls": "[http://a:1]",
     "auth.route_keys": "[one, two]",
     "cors.allowed_origins": "[https://a.example]",
+    "streaming.keepalive_comment_s": "10.0",
+    "forward.drop_headers": "[x-one, X-Two]",
     "network.emulated_rtt_s": "{eu: 0.5}",
     "reports.listen": "127.0.0.1:1",
 }

@@ -183,7 +183,7 @@ async def test_an_old_client_can_tell_too(depth: int, cut: Any) -> None:
 
 async def test_a_refused_connection_is_tried_elsewhere_with_the_same_bytes(depth: int) -> None:
     a, b = FakeEngine("a"), FakeEngine("b")
-    async with tiers(a, b, depth=depth) as world:
+    async with tiers(a, b, depth=depth, policy={"name": "round_robin"}) as world:
         a.refuse()
         body = chat(MODEL, text="Grüße, \U0001f30a " * 5000, temperature=0.70000000000000001)
         for _ in range(4):

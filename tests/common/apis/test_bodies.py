@@ -271,6 +271,48 @@ def test_the_prompt_is_its_bytes_in_the_body(fields: dict[str, Any], text: str) 
     assert bodies.read_fields(json.dumps({"model": "m"} | fields).encode()).text == text.encode()
 
 
+BLOB = "iVBORw0KGgo" + "A/+b" * 4000 + "=="
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BLOB}"}},
+        {"type": "input_image", "image_url": f"data:image/png;base64,{BLOB}"},
+        {"type": "input_audio", "input_audio": {"data": BLOB, "format": "wav"}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BLOB}},
+    ],
+    ids=["chat", "responses", "audio", "anthropic"],
+)
+def test_an_image_inside_a_prompt_is_an_item_and_no_text(part: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part, part]}]
+    ask = asked("POST", "/v1/chat/completions", json.dumps({"model": "m", "messages": messages}).encode())
+    assert ask.items == 2
+    assert len("What is this?") < ask.size < 1000
+
+
+def test_ollama_has_its_images_beside_the_text() -> None:
+    ask = asked(
+        "POST", "/api/chat", json.dumps({"model": "m", "messages": [{"content": "x", "images": [BLOB]}]}).encode()
+    )
+    assert (ask.items, ask.size < 100) == (1, True)
+
+
+def test_an_image_by_its_address_is_an_item_too() -> None:
+    part = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    ask = asked("POST", "/v1/chat/completions", json.dumps({"model": "m", "messages": [{"content": [part]}]}).encode())
+    assert ask.items == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["word " * 2000, "汉字" * 3000, "a\n" * 3000, "x" * (bodies.MEDIA_BYTES - 1), "key: value, " * 900]
+)
+def test_prose_is_text_however_long(text: str) -> None:
+    body = json.dumps({"model": "m", "messages": [{"content": text}]}, ensure_ascii=False).encode()
+    ask = asked("POST", "/v1/chat/completions", body)
+    assert (ask.items, ask.size > len(text)) == (0, True)
+
+
 # -- sessions --------------------------------------------------------------------------------------------------------
 
 SOURCES = ("header", "prompt_cache_key", "previous_response_id", "conversation", "user", "cookie")
@@ -384,6 +426,12 @@ def test_a_model_in_the_path_needs_nothing_of_the_body() -> None:
     assert asked("POST", "/v2/models/m/generate_stream", b"{}").stream
     assert asked("POST", "/predictions/echo/1.0", b"").model == "echo"
     assert asked("GET", "/v2/models/m/ready", b"", x_session_id="s").session != ""
+
+
+def test_an_uploaded_file_is_items_and_no_text() -> None:
+    audio = FILE[0], b"\x00" * 3 * bodies.CLIP_BYTES
+    ask = asked("POST", "/v1/audio/transcriptions", form(MODEL, audio), content_type=FORM)
+    assert (ask.model, ask.size, ask.items) == ("whisper", 0, 3)
 
 
 # -- forms -----------------------------------------------------------------------------------------------------------

@@ -487,13 +487,14 @@ def test_survivors_of_an_update_keep_what_was_learned() -> None:
 def test_another_process_under_the_same_name_starts_over(change: dict[str, object]) -> None:
     balancer = balancer_of(instance("a", boot="1"))
     taught(balancer, times=6.0)
-    learned = balancer.candidates["a"].estimates[0].common
+    times = balancer.candidates["a"].own[0].speed.alpha_s / class_speed("h100").alpha_s
+    assert times > 3.0
     after = replace(instance("a", boot="1"), **change)
     balancer.update(Pool(CLUSTER, (after,)), 2.0)
     candidate = balancer.candidates["a"]
     assert candidate.estimates[0].samples == 0
     if "gpu" in change:  # nothing is known of that class, but that the model is a large one
-        assert candidate.own[0].speed.alpha_s == pytest.approx(learned * class_speed("l4").alpha_s, rel=0.2)
+        assert candidate.own[0].speed.alpha_s == pytest.approx(times * class_speed("l4").alpha_s, rel=0.2)
 
 
 def taught(balancer: Balancer, *, times: float, requests: int = 20) -> None:
@@ -1145,6 +1146,32 @@ def test_a_server_that_had_less_cached_than_believed_shrinks_the_mirror() -> Non
         again = picked(balancer, ask(input_tokens=4_096, prefix_hashes=blocks))
         done(balancer, again, 1.0, Outcome.SUCCESS, output_tokens=9, cached_tokens=4_080)
     assert mirror.capacity == before
+
+
+# -- what does not generate -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [200, 150_000])
+def test_of_servers_that_do_not_generate_the_service_time_is_learned(size: int) -> None:
+    """One serves an input of `size` in 10 ms and the other in 40 ms, one after the other; nothing else is told."""
+    balancer, rng = balancer_of(instance("fast", gpu="t4"), instance("slow", gpu="t4")), Random(1)
+    takes = {"fast": 0.01, "slow": 0.04}
+    free_at = dict.fromkeys(takes, 0.0)
+    under_way: list[tuple[float, Pick]] = []
+    shares: Counter[str] = Counter()
+    for i in range(2000):
+        now = i * 0.009
+        for at, pick in sorted((u for u in under_way if u[0] <= now), key=lambda u: u[0]):
+            done(balancer, pick, at, Outcome.SUCCESS)
+        under_way = [u for u in under_way if u[0] > now]
+        pick = picked(balancer, ask(stream=False, input_tokens=size, output_tokens=0.0), now=now, rng=rng)
+        id_ = pick.endpoint.id
+        free_at[id_] = max(free_at[id_], now) + takes[id_]
+        under_way.append((free_at[id_], pick))
+        if i >= 1000:
+            shares[id_] += 1
+    assert 0.7 < shares["fast"] / 1000 < 0.97
+    assert max(free_at.values()) < 18.0 + 0.5  # neither is drowned
 
 
 # -- large pools -------------------------------------------------------------------------------------------------------

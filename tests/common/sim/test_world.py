@@ -97,7 +97,7 @@ def test_replicas_that_tell_each_other_choose_about_as_well_as_one() -> None:
         return sum(times) / len(times)
 
     assert mean_e2e(told) < 1.15 * mean_e2e(one)
-    assert mean_e2e(told) < 1.02 * mean_e2e(four)  # who hears nothing counts its own four times over, which is coarser
+    assert mean_e2e(told) < 1.05 * mean_e2e(four)  # who hears nothing counts its own four times over, which is coarser
 
 
 def test_what_does_not_generate_is_served_too() -> None:
