@@ -184,6 +184,7 @@ class InferenceRequest:
     warm_tokens: int = 0  # tokens of it that may still be cached there
     tenant: str = ""
     priority: Priority = Priority.STANDARD
+    regions: tuple[str, ...] = ()  # that may serve it; none: all
     deadline_s: float | None = None  # seconds from when this tier got it
     slo: Slo = field(default_factory=Slo)
 

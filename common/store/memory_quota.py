@@ -59,6 +59,12 @@ class MemoryQuotaStore:
         held = _hold(tenant, call.balancer, call.slots, free if allowed else 0, now) if call.slots else 0
         return QuotaReply(tenant.spent["tokens"], tenant.spent["micro_usd"], requests, tokens, held)
 
+    def note(self, tenant: str, *, requests: int = 0, tokens: int = 0) -> None:
+        """What this balancer used by another store's leave: it counts, should that one be gone soon."""
+        known = self._tenants.setdefault(tenant, _Tenant(self._span))
+        known.requests.charge(self._now(), requests)
+        known.tokens.charge(self._now(), tokens)
+
     async def close(self) -> None:
         """Forget everything."""
         self._tenants.clear()
