@@ -2,9 +2,9 @@
 
     python -m bench.tenants --balancers 4 --seconds 130 --requests-per-minute 6000
 
-Starts a Redis, and balancers as processes that all admit requests of one tenant as fast as they can, in bursts. Says how
-many were admitted in the fullest 60 seconds against the limit, how much of the limit was used, how many round trips to
-Redis it took, and how long admitting took. Uses loopback alone and ends by itself.
+Starts a Redis, and balancers as processes that all admit requests of one tenant as fast as they can, in bursts. Says
+how many were admitted in the fullest 60 seconds against the limit, how much of the limit was used, how many round trips
+to Redis it took, and how long admitting took. Uses loopback alone and ends by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from random import Random
 from time import perf_counter  # noqa: TID251 - of a benchmark
 
 import uvloop
+from rich.console import Console
 
 from common import clock
 from common.errors import QuotaExceeded
@@ -53,8 +54,7 @@ async def balancer(url: str, seconds: float, requests: int, tokens: int, seed: i
     took: list[float] = []
     rng = Random(seed)
     async with running(Gate(source, shared=RedisQuotaStore(url, budget_ms=1000.0, span=Span()))) as gate:
-        while gate.directory is None:
-            await asyncio.sleep(0.01)
+        await gate.until(bool, 10.0)
         until = clock.now() + seconds
 
         async def client(pause_s: float) -> None:
@@ -92,6 +92,7 @@ async def run(args: argparse.Namespace) -> None:
         ]
         outputs = await asyncio.gather(*(process.communicate() for process in processes))
         told = await redis.cli("INFO", "commandstats")
+    say = Console(highlight=False).print
     results = [json.loads(output) for output, _ in outputs]
     times = sorted(t for result in results for t in result["times"])
     took = sorted(t for result in results for t in result["took"])
@@ -103,13 +104,13 @@ async def run(args: argparse.Namespace) -> None:
         full = max(full, end - begin)
     limit = min(args.requests_per_minute, args.tokens_per_minute // TOKENS)
     minutes = (times[-1] - times[0]) / 60.0
-    print(f"{args.balancers} balancers, {len(times)} admitted in {times[-1] - times[0]:.0f} s, limit {limit} a minute")
-    print(f"in the fullest 60 s: {full}, {100.0 * (full / limit - 1.0):+.2f} % of the limit")
-    print(f"at the limit's own rate {limit * minutes + limit:.0f} would have been (a first minute at once)")
-    print(f"round trips: {trips}, one for {len(times) / max(1, trips):.1f} admitted; ", end="")
-    print(f"Redis spent {told['cmdstat_eval']['usec_per_call']} us on each")
+    say(f"{args.balancers} balancers, {len(times)} admitted in {times[-1] - times[0]:.0f} s, limit {limit} a minute")
+    say(f"in the fullest 60 s: {full}, {100.0 * (full / limit - 1.0):+.2f} % of the limit")
+    say(f"at the limit's own rate {limit * minutes + limit:.0f} would have been (a first minute at once)")
+    say(f"round trips: {trips}, one for {len(times) / max(1, trips):.1f} admitted; ")
+    say(f"Redis spent {told['cmdstat_eval']['usec_per_call']} us on each")
     p50, p99 = took[len(took) // 2], took[int(0.99 * len(took))]
-    print(f"identify and admit: p50 {p50 * 1e6:.0f} us, p99 {p99 * 1e6:.0f} us, longest {took[-1] * 1e3:.1f} ms")
+    say(f"identify and admit: p50 {p50 * 1e6:.0f} us, p99 {p99 * 1e6:.0f} us, longest {took[-1] * 1e3:.1f} ms")
 
 
 def main() -> None:
@@ -124,7 +125,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         result = balancer(args.worker, args.seconds, args.requests_per_minute, args.tokens_per_minute, args.seed)
-        print(json.dumps(uvloop.run(result)))
+        sys.stdout.write(json.dumps(uvloop.run(result)))
     else:
         asyncio.run(run(args))
 

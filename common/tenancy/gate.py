@@ -112,7 +112,6 @@ class Gate:
         span: Span | None = None,
     ) -> None:
         self.directory: Directory | None = None  # until it was read for the first time
-        self.metrics = Scrape()
         self._source = source
         self._shared = shared
         self._oidc = oidc
@@ -128,6 +127,7 @@ class Gate:
         self._ledgers: dict[str, Ledger] = {}
         self._rounds: dict[str, asyncio.Task[None]] = {}  # under way, by tenant
         self._labels: set[str] = set()
+        self._told = asyncio.Event()  # set whenever the directory changes
         self._make_metrics()
 
     def _make_metrics(self) -> None:
@@ -366,10 +366,21 @@ class Gate:
             for sink in self._usage:
                 group.create_task(sink.run())
 
+    async def until(self, seen: Callable[[Directory], bool], timeout_s: float) -> bool:
+        """Wait until the directory is such, or the time is over; whether it is."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.directory is None or not seen(self.directory):
+                    self._told.clear()
+                    await self._told.wait()
+                return True
+        return False
+
     async def _follow(self) -> None:
         async with aclosing(self._source.watch()) as directories:
             async for directory in directories:
                 self.directory = directory
+                self._told.set()
 
     async def _sweep(self) -> None:
         while True:
