@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup docs compose demo test check lock proto clean
+.PHONY: setup docs compose demo sim test check lock proto clean
 
 # The stamp's name has the lock file's checksum, so an unchanged lock costs nothing and a changed one is installed.
 STAMP := $(VENV)/.installed-$(shell cksum requirements.lock pyproject.toml | cksum | cut -d' ' -f1)
@@ -24,6 +24,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/pytest -q $(ARGS)
+
+sim: $(STAMP)  # the goals of scheduling on the public traces; puts the table into docs/scheduling.md
+	@$(BIN)/python -m bench.scheduling --write docs/scheduling.md $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,13 +1,16 @@
 """Measures the goals of scheduling with the production policy and what it learns, in virtual time.
 
-    python bench/scheduling.py                        all rows, two seeds, four windows of the conversation trace
+    python bench/scheduling.py                        all rows, two seeds
     python bench/scheduling.py --rows 3,10 --seeds 3  some of them
     python bench/scheduling.py --write docs/scheduling.md    and put the table into the page
 
-The rows are those of section 5 of `../shared/SCHEDULING.md`, with the traces beside it; 9 waits for a prefix mirror in
-the policy, and R is recovery from change. "As published" is the first 5,000 requests of the conversation trace with
-the capacities of that document, so that seconds can be compared with its own; "windows" are the four quarters of that
-trace, each at the load that was measured on it.
+The rows are those of section 5 of `../shared/SCHEDULING.md`, with the traces beside it; R is recovery from change, and
+what a decision costs (11) is measured by `bench/decision.py`.
+
+That document's loads cannot be had exactly: how it measured what a server can bear is not said to the last per cent,
+and the figures are steep in it. So each row is run at the load at which its baseline has the figure published for it,
+found by bisection; seconds and goodput can then be compared with the published ones. "Windows" are the four quarters of
+the conversation trace at the plain load, measured on each of them.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from services.sim.study import Case, Result, Study, by_case, means, read_windows
 
 OURS = "predicted_completion"
 LATENCY, SERVICE = Case(OURS), Case(OURS, slo=True)  # the two modes: with and without service levels asked for
-WLC, WRR, LC, RR, LWL = (
+WLC, WRR, LC, RR, LWL, AFFINITY = (
     Case(name)
     for name in (
         "weighted_least_connections",
@@ -42,11 +45,14 @@ WLC, WRR, LC, RR, LWL = (
         "least_connections",
         "round_robin",
         "least_work_left",
+        "prefix_affinity",
     )
 )
+CONV, MOONCAKE, R1 = "azure2023_conv", "mooncake_conversation", "servegen_deepseek-r1_sampled"
+SPREAD_S = {MOONCAKE: 3.0}  # its clock ticks every three seconds
 WINDOWS = 4  # of the conversation trace
 FIRST = 5_000  # requests, where one window is enough
-STEPS = 6  # of a bisection
+STEPS = 7  # of a bisection
 RECOVERY_SEEDS = 3
 SHORT = 1_500  # requests of a window with --short, which is for trying the script out
 
@@ -65,6 +71,28 @@ class Goal:
     met: bool
 
 
+Measure = Callable[[Measures], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A trace on a fleet at a published load: where `base` has `figure` by `measure`."""
+
+    trace: str
+    fleet: str
+    published_load: float
+    base: Case
+    measure: Measure
+    figure: float
+    prefix_fraction: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """How the table calls it."""
+        trace = {CONV: "conv", MOONCAKE: "Mooncake", R1: "DeepSeek-R1"}[self.trace]
+        return f"{trace}, {self.fleet}, {self.published_load:g}"
+
+
 class Bench:
     """Runs studies, each once, and remembers them."""
 
@@ -77,15 +105,15 @@ class Bench:
         self.simulated = 0.0
         self._done: dict[tuple[str, int, Study], list[Result]] = {}
         self._read: dict[tuple[str, int], list[list[TraceRow]]] = {}
+        self._loads: dict[Setting, float] = {}
 
     def windows(self, trace: str, count: int) -> list[list[TraceRow]]:
         """A trace in `count` parts; 0: its first requests."""
         key = (trace, count)
         if key not in self._read:
             limit = SHORT if self.short else FIRST if count == 0 else None
-            copies = 8 if trace == "azure2023_code" else 1
             file = self.traces / f"{trace}.csv.gz"
-            self._read[key] = read_windows(file, windows=count or 1, limit=limit, copies=copies)
+            self._read[key] = read_windows(file, windows=count or 1, limit=limit, spread_s=SPREAD_S.get(trace, 0.0))
         return self._read[key]
 
     def run(self, trace: str, count: int, study: Study) -> list[Result]:
@@ -98,25 +126,34 @@ class Bench:
             self._done[key] = results
         return self._done[key]
 
-    def published(self, cases: Sequence[Case], load: float, **settings: object) -> dict[Case, Measures]:
-        """The conversation trace as published: its beginning, at the capacities of SCHEDULING.md."""
-        study = Study(tuple(cases), load=load, seeds=self.seeds, published_rates=True)
-        return means(self.run("azure2023_conv", 0, replace(study, **settings)))  # type: ignore[arg-type]
+    def load(self, at: Setting) -> float:
+        """The load at which the setting's baseline has its published figure, within half a per cent; bisection."""
+        if at not in self._loads:
+            low, high = 0.4, 1.1
+            for _ in range(STEPS):
+                middle = 0.5 * (low + high)
+                study = Study((at.base,), FLEETS[at.fleet], middle, prefix_fraction=at.prefix_fraction)
+                seen = at.measure(means(self.run(at.trace, 0, study))[at.base])
+                # Latencies grow with the load, goodput falls.
+                heavier = (seen < at.figure) != (at.measure is _goodput)
+                low, high = (middle, high) if heavier else (low, middle)
+            self._loads[at] = 0.5 * (low + high)
+        return self._loads[at]
+
+    def at(self, at: Setting, cases: Sequence[Case], **settings: object) -> dict[Case, Measures]:
+        """Means over seeds at a published setting."""
+        study = Study(
+            tuple(cases), FLEETS[at.fleet], self.load(at), seeds=self.seeds, prefix_fraction=at.prefix_fraction
+        )
+        return means(self.run(at.trace, 0, replace(study, **settings)))  # type: ignore[arg-type]
 
     def quarters(self, cases: Sequence[Case], load: float, **settings: object) -> list[Result]:
         """The four windows of the conversation trace, at measured capacity."""
         study = Study(tuple(cases), load=load, seeds=self.seeds)
-        return self.run("azure2023_conv", WINDOWS, replace(study, **settings))  # type: ignore[arg-type]
-
-    def other(self, trace: str, cases: Sequence[Case], fleet: str, load: float, count: int = 0) -> list[Result]:
-        """Another trace or fleet, at measured capacity."""
-        study = Study(tuple(cases), FLEETS[fleet], load, seeds=self.seeds)
-        return self.run(trace, count, study)
+        return self.run(CONV, WINDOWS, replace(study, **settings))  # type: ignore[arg-type]
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
-
-Measure = Callable[[Measures], float]
 
 
 def _e2e_mean(m: Measures) -> float:
@@ -162,18 +199,25 @@ def _each(results: Sequence[Result], case: Case, measure: Measure, form: str = "
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
+def conv(load: float) -> Setting:
+    """The conversation trace on the mixed fleet, as published for this load."""
+    if load == 0.95:
+        return Setting(CONV, "mixed16", load, WLC, _goodput, 67.0)
+    return Setting(CONV, "mixed16", load, WLC, _e2e_mean, {0.7: 8.01, 0.85: 12.15}[load])
+
+
 def latency(bench: Bench) -> Iterator[Goal]:
     """Rows 1 and 2: mean and p99 of the latency mode."""
     for load, mean_s, p99_s in ((0.7, 6.0, 14.0), (0.85, 8.5, 20.0)):
         cases = (LATENCY, SERVICE, WLC, LC, WRR, RR)
-        found = bench.published(cases, load)
+        found = bench.at(conv(load), cases)
         windows = bench.quarters(cases, load)
         for row, name, limit, measure in (("1", "mean E2E", mean_s, _e2e_mean), ("2", "p99 E2E", p99_s, _e2e_p99)):
             reached = measure(found[LATENCY])
             others = ", ".join(f"{n} {measure(found[c]):.1f}" for n, c in (("LC", LC), ("WRR", WRR), ("RR", RR)))
             yield Goal(
                 row,
-                f"conv, mixed16, {load}, latency mode",
+                f"{conv(load).label}, latency mode",
                 name,
                 f"≤ {limit:g} s",
                 _seconds(reached),
@@ -186,30 +230,29 @@ def latency(bench: Bench) -> Iterator[Goal]:
 def service(bench: Bench) -> Iterator[Goal]:
     """Rows 3 and 4: with service levels."""
     cases = (LATENCY, SERVICE, WLC, LC, WRR, RR)
-    found, windows = bench.published(cases, 0.85), bench.quarters(cases, 0.85)
-    mine, base = found[SERVICE], found[WLC]
+    found, windows = bench.at(conv(0.85), cases), bench.quarters(cases, 0.85)
     for name, limit, measure, more in (
         ("goodput", 99.5, _goodput, True),
         ("p99 TTFT", 1.5, _ttft_p99, False),
         ("mean E2E", 10.5, _e2e_mean, False),
     ):
-        reached, form = measure(mine), _percent if more else _seconds
+        reached, form = measure(found[SERVICE]), _percent if more else _seconds
         yield Goal(
             "3",
-            "conv, mixed16, 0.85, SLO mode",
+            f"{conv(0.85).label}, SLO mode",
             name,
             f"{'≥' if more else '≤'} {limit:g} {'%' if more else 's'}",
             form(reached),
-            f"WLC {form(measure(base))}",
+            f"WLC {form(measure(found[WLC]))}",
             f"{_each(windows, SERVICE, measure, '{:.2f}')}; WLC {_each(windows, WLC, measure, '{:.2f}')}",
-            reached >= limit if more else round(reached, 2) <= limit,
+            reached >= limit if more else reached <= limit,
         )
     few = (SERVICE, LATENCY, WLC, LC, WRR)
-    found, windows = bench.published(few, 0.95), bench.quarters(few, 0.95)
+    found, windows = bench.at(conv(0.95), few), bench.quarters(few, 0.95)
     reached = _goodput(found[SERVICE])
     yield Goal(
         "4",
-        "conv, mixed16, 0.95, SLO mode",
+        f"{conv(0.95).label}, SLO mode",
         "goodput",
         "≥ 92 %",
         _percent(reached),
@@ -221,56 +264,57 @@ def service(bench: Bench) -> Iterator[Goal]:
 
 def slo_capacity(bench: Bench) -> Iterator[Goal]:
     """Row 5: the highest load at which so much of the traffic is served within the service level."""
-    for target, over_wlc, over_wrr in ((99.0, 1.06, 1.3), (95.0, None, None)):
+    for target, over_wlc, over_wrr in ((99.0, 1.06, 1.3), (95.0, 1.0, 1.0)):
         loads = {case: _highest_load(bench, case, target) for case in (SERVICE, WLC, WRR)}
         yield Goal(
             "5",
             f"conv, mixed16, SLO mode: load at {target:g} % goodput",
             "load",
-            f"≥ {over_wlc} x WLC, ≥ {over_wrr} x WRR" if over_wlc else "0.94 published",
+            f"≥ {over_wlc:g} x WLC, ≥ {over_wrr:g} x WRR",
             f"{loads[SERVICE]:.3f}",
             f"WLC {loads[WLC]:.3f}, WRR {loads[WRR]:.3f}",
             f"{loads[SERVICE] / loads[WLC]:.2f}x, {loads[SERVICE] / loads[WRR]:.2f}x",
-            loads[SERVICE] >= (over_wlc or 1.0) * loads[WLC] and loads[SERVICE] >= (over_wrr or 1.0) * loads[WRR],
+            loads[SERVICE] >= over_wlc * loads[WLC] and loads[SERVICE] >= over_wrr * loads[WRR],
         )
 
 
 def _highest_load(bench: Bench, case: Case, target: float) -> float:
     """By bisection, to within 0.01."""
-    low, high = 0.4, 1.04
+    low, high = 0.4, 1.1
     for _ in range(STEPS):
         middle = 0.5 * (low + high)
-        held = _goodput(bench.published((case,), middle)[case]) >= target
+        held = _goodput(means(bench.run(CONV, 0, Study((case,), load=middle, seeds=bench.seeds)))[case]) >= target
         low, high = (middle, high) if held else (low, middle)
     return low
 
 
 def mooncake(bench: Bench) -> Iterator[Goal]:
     """Row 6: long prompts."""
-    for load, limit in ((0.7, 87.0), (0.95, 63.0)):
-        results = bench.other("mooncake_conversation", (SERVICE, LATENCY, WLC, WRR), "mixed16", load, count=2)
-        found = means(results)
-        best = max((SERVICE, LATENCY), key=lambda case: found[case].goodput)
+    for load, figure, limit in ((0.7, 75.2, 87.0), (0.95, 29.4, 63.0)):
+        at = Setting(MOONCAKE, "mixed16", load, WLC, _goodput, figure)
+        found = bench.at(at, (SERVICE, LATENCY, WLC, WRR))
+        reached = _goodput(found[SERVICE])
         yield Goal(
             "6",
-            f"Mooncake conv, mixed16, {load}",
+            f"{at.label}, SLO mode",
             "goodput",
             f"≥ {limit:g} %",
-            f"{_percent(_goodput(found[SERVICE]))} (SLO), {_percent(_goodput(found[LATENCY]))} (latency)",
+            _percent(reached),
             f"WLC {_percent(_goodput(found[WLC]))}, WRR {_percent(_goodput(found[WRR]))}",
-            f"{_each(results, SERVICE, _goodput)}; WLC {_each(results, WLC, _goodput)}",
-            _goodput(found[best]) >= limit,
+            f"latency mode {_percent(_goodput(found[LATENCY]))}; "
+            f"mean E2E {', '.join(f'{_e2e_mean(found[case]):.1f}' for case in (SERVICE, LATENCY, WLC))} s",
+            reached >= limit,
         )
 
 
 def reasoning(bench: Bench) -> Iterator[Goal]:
     """Row 7: long answers with a heavy tail."""
-    results = bench.other("servegen_deepseek-r1_sampled", (LATENCY, SERVICE, WLC, WRR), "mixed16", 0.85)
-    found = means(results)
+    at = Setting(R1, "mixed16", 0.85, WLC, _e2e_mean, 25.2)
+    found = bench.at(at, (LATENCY, SERVICE, WLC, WRR))
     shown = {case: (_e2e_mean(found[case]), _e2e_p99(found[case])) for case in (LATENCY, SERVICE, WLC)}
     yield Goal(
         "7",
-        "DeepSeek-R1, mixed16, 0.85",
+        at.label,
         "mean; p99 E2E",
         "≤ 19; ≤ 75 s in one mode",
         "; ".join(f"{name} {a:.1f}, {b:.1f}" for name, (a, b) in zip(("latency", "SLO"), shown.values(), strict=False)),
@@ -282,41 +326,64 @@ def reasoning(bench: Bench) -> Iterator[Goal]:
 
 def alike(bench: Bench) -> Iterator[Goal]:
     """Row 8: a pool of like servers."""
-    for trace, name in (("azure2023_conv", "conv"), ("mooncake_conversation", "Mooncake")):
-        results = bench.other(trace, (LATENCY, SERVICE, LC, LWL), "homog8", 0.85, count=2)
-        found = means(results)
-        base = found[LC]
+    for at, least in (
+        (Setting(CONV, "homog8", 0.85, LC, _e2e_mean, 11.96), 0.0),
+        (Setting(MOONCAKE, "homog8", 0.85, LC, _goodput, 51.8), 65.0),
+    ):
+        found = bench.at(at, (LATENCY, SERVICE, LC, LWL))
         for case, mode in ((LATENCY, "latency"), (SERVICE, "SLO")):
-            mine = found[case]
-            worse = max(_e2e_mean(mine) / _e2e_mean(base), _e2e_p99(mine) / _e2e_p99(base))
+            mine, base = found[case], found[LC]
+            mean, p99 = _e2e_mean(mine) / _e2e_mean(base), _e2e_p99(mine) / _e2e_p99(base)
             ttft = _ttft_p99(base) / _ttft_p99(mine)
-            enough = name != "Mooncake" or _goodput(mine) >= 65.0
             yield Goal(
                 "8",
-                f"{name}, homog8, 0.85, {mode} mode",
-                "E2E; p99 TTFT; goodput",
-                "E2E ≤ 1.02 x LC, TTFT ≥ 1.4x" + (", ≥ 65 %" if name == "Mooncake" else ""),
-                f"{_e2e_mean(mine):.2f} / {_e2e_p99(mine):.1f} s; {_ttft_p99(mine):.2f} s; {_percent(_goodput(mine))}",
-                f"{_e2e_mean(base):.2f} / {_e2e_p99(base):.1f} s; {_ttft_p99(base):.2f} s; {_percent(_goodput(base))}",
-                f"mean {_e2e_mean(mine) / _e2e_mean(base):.2f}, p99 {_e2e_p99(mine) / _e2e_p99(base):.2f}; TTFT {ttft:.2f}x",
-                worse <= 1.02 and ttft >= 1.4 and enough,
+                f"{at.label}, {mode} mode",
+                "mean, p99 E2E; p99 TTFT; goodput",
+                "E2E ≤ 1.02 x LC, TTFT ≥ 1.4x" + (f", ≥ {least:g} %" if least else ""),
+                _three(mine),
+                _three(base),
+                f"E2E {mean:.2f}, {p99:.2f}; TTFT {ttft:.2f}x; LWL {_three(found[LWL])}",
+                max(mean, p99) <= 1.02 and ttft >= 1.4 and _goodput(mine) >= least,
             )
+
+
+def _three(m: Measures) -> str:
+    return f"{_e2e_mean(m):.2f}, {_e2e_p99(m):.1f} s; {_ttft_p99(m):.2f} s; {_percent(_goodput(m))}"
+
+
+def prefixes(bench: Bench) -> Iterator[Goal]:
+    """Row 9: prompts that begin alike, on servers that cache them."""
+    at = Setting(MOONCAKE, "ha8", 1.0, WLC, _e2e_mean, 21.7, prefix_fraction=0.9)
+    found = bench.at(at, (LATENCY, SERVICE, WLC, AFFINITY))
+    mean, good = _e2e_mean(found[LATENCY]), _goodput(found[SERVICE])
+    hits = {case: found[case].prefix_hit_rate for case in found}
+    yield Goal(
+        "9",
+        f"{at.label}, prefix cache",
+        "mean E2E; goodput; hit rate",
+        "≤ 12 s or ≥ 93 %; ≥ 0.20",
+        f"latency {mean:.1f} s, {hits[LATENCY]:.2f}; SLO {good:.1f} %, {hits[SERVICE]:.2f}",
+        f"WLC {_e2e_mean(found[WLC]):.1f} s, {_goodput(found[WLC]):.1f} %, {hits[WLC]:.2f}",
+        f"prefix_affinity {_e2e_mean(found[AFFINITY]):.1f} s, {_goodput(found[AFFINITY]):.1f} %, {hits[AFFINITY]:.2f}",
+        (mean <= 12.0 and hits[LATENCY] >= 0.2) or (good >= 93.0 and hits[SERVICE] >= 0.2),
+    )
 
 
 def replicas(bench: Bench) -> Iterator[Goal]:
     """Row 10: several balancers of one cluster."""
-    one = _goodput(bench.published((SERVICE, WLC), 0.85)[SERVICE])
+    one = _goodput(bench.at(conv(0.85), (SERVICE, WLC))[SERVICE])
     ways = (
-        ("exchange every 50 ms", Network(look_s=None, exchange_s=0.05), 0.5),
-        ("agents' reports alone, every 1 s", Network(), 1.0),
-        ("nothing", Network(look_s=None), 1.0),
+        ("exchange every 50 ms", Network(exchange_s=0.05), 0.5),
+        ("exchange every second", Network(exchange_s=1.0), 1.0),
+        ("no exchange, agents' reports", Network(), 1.0),
+        ("no exchange, no reports", Network(look_s=None), 1.0),
     )
     for name, network, within in ways:
-        found = bench.published((SERVICE, WLC), 0.85, replicas=4, network=network)
+        found = bench.at(conv(0.85), (SERVICE, WLC), replicas=4, network=network)
         many = _goodput(found[SERVICE])
         yield Goal(
             "10",
-            f"conv, mixed16, 0.85, SLO mode, 4 replicas: {name}",
+            f"{conv(0.85).label}, SLO mode, 4 replicas: {name}",
             "goodput",
             f"within {within:g} of one ({one:.1f} %)",
             _percent(many),
@@ -326,31 +393,14 @@ def replicas(bench: Bench) -> Iterator[Goal]:
         )
 
 
-def decisions(bench: Bench) -> Iterator[Goal]:
-    """Row 11: what a decision costs, on whatever machine this is."""
-    results = bench.other("azure2023_conv", (LATENCY, SERVICE), "mixed64", 0.85)
-    for run in results[: 2 * bench.seeds : bench.seeds]:
-        decision, learning = run.measures.decision_s, run.measures.learning_s
-        yield Goal(
-            "11",
-            f"conv, mixed64, 0.85, {'SLO' if run.case.slo else 'latency'} mode: one decision among 64",
-            "p50; p99",
-            "p99 ≤ 100 µs",
-            f"{1e6 * (decision.p50 or 0.0):.0f}; {1e6 * (decision.p99 or 0.0):.0f} µs",
-            "llm-d 13 to 15 ms",
-            f"first token or end: {1e6 * (learning.p50 or 0.0):.0f}; {1e6 * (learning.p99 or 0.0):.0f} µs",
-            (decision.p99 or 0.0) <= 100e-6,
-        )
-
-
 def robustness(bench: Bench) -> Iterator[Goal]:
     """Row 12: wrong lengths and wrong speeds."""
     few = (LATENCY, LWL)
-    right, wrong = bench.published(few, 0.85, lengths="oracle"), bench.published(few, 0.85, lengths="noise:1")
+    right, wrong = bench.at(conv(0.85), few, lengths="oracle"), bench.at(conv(0.85), few, lengths="noise:1")
     worse = {case: _e2e_mean(wrong[case]) / _e2e_mean(right[case]) - 1.0 for case in few}
     yield Goal(
         "12",
-        "conv, mixed16, 0.85: lengths off by σ = 1",
+        f"{conv(0.85).label}: lengths off by σ = 1",
         "mean E2E",
         "≤ +5 %",
         f"{100.0 * worse[LATENCY]:+.1f} %",
@@ -377,11 +427,11 @@ def robustness(bench: Bench) -> Iterator[Goal]:
 def balance(bench: Bench) -> Iterator[Goal]:
     """Row 13: how far the work on instances differs, which is reported and not optimised."""
     cases = (LATENCY, SERVICE, WLC, LC, WRR, RR)
-    found, windows = bench.published(cases, 0.85), bench.quarters(cases, 0.85)
+    found, windows = bench.at(conv(0.85), cases), bench.quarters(cases, 0.85)
     reached = found[LATENCY].work_l_s
     yield Goal(
         "13",
-        "conv, mixed16, 0.85, latency mode",
+        f"{conv(0.85).label}, latency mode",
         "L work",
         "≤ 1.2 s",
         _seconds(reached),
@@ -445,8 +495,8 @@ ROWS: dict[str, Callable[[Bench], Iterator[Goal]]] = {
     "6": mooncake,
     "7": reasoning,
     "8": alike,
+    "9": prefixes,
     "10": replicas,
-    "11": decisions,
     "12": robustness,
     "13": balance,
     "R": recoveries,
@@ -480,12 +530,13 @@ def write(page: File, goals: Sequence[Goal]) -> None:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit status whether all goals were met (0) or not (1)."""
+    """Measure and print; with --strict the exit status is 1 where a goal is not met."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=None)
     parser.add_argument("--short", action="store_true", help=f"{SHORT} requests a window: to try the script out")
+    parser.add_argument("--strict", action="store_true", help="end with 1 where a goal is not met")
     parser.add_argument("--traces", type=File, default=File(__file__).parents[2] / "shared" / "traces")
     parser.add_argument("--write", type=File, default=None, metavar="PAGE", help="a page with marks for the table")
     asked = parser.parse_args()
@@ -505,7 +556,7 @@ def main() -> int:
     console.print(f"{bench.simulated:,.0f} requests counted; {clock.now() - began:.0f} s")
     if asked.write is not None:
         write(asked.write, goals)
-    return 0 if all(goal.met for goal in goals) else 1
+    return 1 if asked.strict and not all(goal.met for goal in goals) else 0
 
 
 if __name__ == "__main__":

@@ -30,10 +30,14 @@ from __future__ import annotations
 
 
 class LBError(Exception):
-    """Base of all errors raised here. `status` is the HTTP status a client would see, `code` a stable short name."""
+    """Base of all errors raised here. `status` is the HTTP status a client would see, `code` a stable short name.
+
+    `elsewhere`: another endpoint or tier may be tried for all that was done here.
+    """
 
     status = 500
     code = "internal_error"
+    elsewhere = False
 
     def __init__(self, message: str = "", *, retry_after_s: float | None = None) -> None:
         super().__init__(message or (self.__doc__ or self.code).split(".")[0])
@@ -45,6 +49,7 @@ class RejectedError(LBError):
 
     status = 503
     code = "rejected"
+    elsewhere = True
 
 
 class Saturated(RejectedError):  # noqa: N818 - the tree names conditions

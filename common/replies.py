@@ -5,10 +5,13 @@ A tier below says in `x-headwater-…` headers what the tier above has to know; 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import ceil
 
+import msgspec
+
 from common import apis
-from common.errors import LBError, RejectedError, UpstreamError
+from common.errors import LBError, UpstreamError
 from common.records import Ending, RequestRecord
 from common.relay import cors, heads
 from common.relay.exchange import Exchange
@@ -60,15 +63,15 @@ class Replies:
             headers.append((b"retry-after", b"%d" % max(1, ceil(error.retry_after_s))))
         if record.from_peer:
             added.append((ATTEMPTS, b"%d" % record.executions))
-            if isinstance(error, RejectedError):
+            if error.elsewhere:
                 added.append((REJECTED, error.code.encode()))
         exchange.client.respond(error.status, headers, apis.error_body(api.family, error), heads.lines(added))
 
     def refusal(self, exchange: Exchange, api: apis.Api, record: RequestRecord, answer: Answer) -> None:
         """Hand on what a server said that would not take a request: the client gets its own words."""
-        record.status, record.ending, record.error = answer.status, Ending.REFUSED, "overloaded"
+        record.status, record.ending, record.error = answer.status, Ending.REFUSED, _code(answer)
         if exchange.status:
-            exchange.client.cut(apis.error_event(api.family, SSE, _said(answer), "overloaded"))
+            exchange.client.cut(_event(answer, api))
             return
         added = [(DECISION, record.id.encode())]
         if record.from_peer:
@@ -89,9 +92,20 @@ def _whole(answer: Answer, api: apis.Api) -> tuple[heads.Headers, bytes]:
     return answer.headers, answer.body
 
 
-def _said(answer: Answer) -> str:
-    """What a server said, for a place where its answer cannot stand as it is."""
-    text = ""
-    if heads.find(answer.headers, b"content-encoding") is None:
-        text = answer.body.decode("utf-8", "replace")[:SAID_CHARS]
-    return f"the server answered {answer.status}" + (f": {text}" if text else "")
+def _code(answer: Answer) -> str:
+    """A short name for what was refused: a tier's own, or overload, which is what servers refuse for."""
+    code = heads.find(answer.headers, REJECTED)
+    return code.decode("latin-1") if code is not None and code != b"refused" else "overloaded"
+
+
+def _event(answer: Answer, api: apis.Api) -> bytes:
+    """What a server said, in an event: its own error object, or its words in one of ours."""
+    coded = answer.cut or heads.find(answer.headers, b"content-encoding") is not None
+    text = b"" if coded else answer.body
+    with suppress(msgspec.DecodeError):
+        said = msgspec.json.decode(text)
+        if isinstance(said, dict) and said.get("error"):
+            before = b"event: error\ndata: " if api.family is apis.Family.ANTHROPIC else b"data: "
+            return before + msgspec.json.encode(said) + b"\n\n"
+    words = f": {text.decode('utf-8', 'replace')[:SAID_CHARS]}" if text else ""
+    return apis.error_event(api.family, SSE, f"the server answered {answer.status}{words}", _code(answer))

@@ -193,9 +193,8 @@ class Serving:
             route = self.balancing.route(c.request, c.node, frozenset(c.exclude))
             if isinstance(route, Shed):
                 nothing_left = self._shed(c, route)
-                # What failed here and may be tried again is for the tier above to go on with: a rejection invites it.
-                if failure is None or (c.record.from_peer and isinstance(nothing_left, RejectedError)):
-                    failure = nothing_left
+                failure = failure or nothing_left
+                failure.elsewhere = nothing_left.elsewhere  # what failed here may be tried on by the tier above
                 break
             self._note_stages(c, route)
             try:

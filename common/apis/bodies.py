@@ -88,14 +88,11 @@ def media(text: bytes) -> tuple[int, int]:
     return sum(inline), max(mentioned, len(inline))
 
 
-class Options(msgspec.Struct):
-    """Of Ollama."""
-
-    num_predict: Any = None
-
-
 class Fields(msgspec.Struct):
-    """The fields of a JSON body that routing reads; all others are skipped without being decoded."""
+    """The fields of a JSON body that routing reads; all others are skipped without being decoded.
+
+    All but two are looked into when they are asked for, and what they hold is a server's to accept or refuse.
+    """
 
     model: Any = None
     stream: Any = None
@@ -106,15 +103,15 @@ class Fields(msgspec.Struct):
     documents: msgspec.Raw = msgspec.Raw()
     text_1: msgspec.Raw = msgspec.Raw()
     text_2: msgspec.Raw = msgspec.Raw()
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    max_output_tokens: Any = None
-    options: Any = None
-    user: Any = None
-    metadata: Any = None
-    prompt_cache_key: Any = None
-    previous_response_id: Any = None
-    conversation: Any = None
+    max_tokens: msgspec.Raw = msgspec.Raw()
+    max_completion_tokens: msgspec.Raw = msgspec.Raw()
+    max_output_tokens: msgspec.Raw = msgspec.Raw()
+    options: msgspec.Raw = msgspec.Raw()
+    user: msgspec.Raw = msgspec.Raw()
+    metadata: msgspec.Raw = msgspec.Raw()
+    prompt_cache_key: msgspec.Raw = msgspec.Raw()
+    previous_response_id: msgspec.Raw = msgspec.Raw()
+    conversation: msgspec.Raw = msgspec.Raw()
 
     @property
     def text(self) -> bytes:
@@ -125,11 +122,22 @@ class Fields(msgspec.Struct):
         return b"".join(map(bytes, (self.query, self.documents, self.text_1, self.text_2)))
 
 
+class Inner(msgspec.Struct):
+    """What is read of the objects within a body: Ollama's options, Anthropic's metadata, OpenAI's conversation."""
+
+    num_predict: msgspec.Raw = msgspec.Raw()
+    user_id: msgspec.Raw = msgspec.Raw()
+    id: msgspec.Raw = msgspec.Raw()
+
+
 _decode = msgspec.json.Decoder(Fields).decode
+_inner = msgspec.json.Decoder(Inner).decode
+_string = msgspec.json.Decoder(str).decode
 # A key that stands twice may hide the second one behind \u escapes of its letters.
 _ESCAPED = re.compile(rb"\\u00[46-7]")
 ROUTED_KEYS = ("model", "stream")
 _QUOTED = tuple(f'"{key}"'.encode() for key in ROUTED_KEYS)
+LARGE_BYTES = 65_536  # of a body whose prompt is left out when keys are looked for
 
 
 def read_fields(body: bytes) -> Fields:
@@ -142,9 +150,22 @@ def read_fields(body: bytes) -> Fields:
             _check_utf8(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the request body is not a valid JSON object: {error}") from None
-    if body.count(_QUOTED[0]) > 1 or body.count(_QUOTED[1]) > 1 or _ESCAPED.search(body):
+    outside = body if len(body) < LARGE_BYTES else _without_prompt(body, fields)
+    if outside.count(_QUOTED[0]) > 1 or outside.count(_QUOTED[1]) > 1 or _ESCAPED.search(outside):
         _refuse_duplicates(body)
     return fields
+
+
+def _without_prompt(body: bytes, fields: Fields) -> bytes:
+    """A large body without its prompt, in which no key of the body itself can stand: it need not be searched.
+
+    Should the same bytes stand before the prompt as well, those are left out instead, and what is left is the same.
+    """
+    prompt = bytes(fields.messages) or bytes(fields.prompt) or bytes(fields.input)
+    at = body.find(prompt[:256])
+    if not prompt or body[at : at + len(prompt)] != prompt:
+        return body
+    return body[:at] + body[at + len(prompt) :]
 
 
 def _check_utf8(body: bytes) -> None:
@@ -232,11 +253,32 @@ def wants_stream(fields: Fields, *, default: bool = False) -> bool:
 
 def token_cap(fields: Fields) -> int | None:
     """The request's own bound on output tokens, if it has one that makes sense."""
-    options = fields.options.get("num_predict") if isinstance(fields.options, dict) else None
-    for value in (fields.max_completion_tokens, fields.max_output_tokens, fields.max_tokens, options):
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < MOST_TOKENS:
-            return value
+    options = fields.options and _within(fields.options).num_predict
+    for raw in (fields.max_completion_tokens, fields.max_output_tokens, fields.max_tokens, options):
+        if not raw:
+            continue
+        text = bytes(raw)
+        if text.isdigit() and len(text) <= len(str(MOST_TOKENS)) and 0 < int(text) < MOST_TOKENS:
+            return int(text)
     return None
+
+
+def _within(raw: msgspec.Raw) -> Inner:
+    """What is read of an inner object; nothing of what is none."""
+    try:
+        return _inner(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return Inner()
+
+
+def _text_of(raw: msgspec.Raw) -> str:
+    """A string; "" for what is none."""
+    if not bytes(raw).startswith(b'"'):
+        return ""
+    try:
+        return _string(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
 
 
 def session_key(fields: Fields, header: Header) -> str:
@@ -245,19 +287,19 @@ def session_key(fields: Fields, header: Header) -> str:
     Looked for in order: the `x-session-id` header, `prompt_cache_key`, `previous_response_id`, `conversation`, `user`
     (Anthropic: `metadata.user_id`), a cookie `headwater-session`.
     """
-    conversation = fields.conversation.get("id") if isinstance(fields.conversation, dict) else fields.conversation
-    metadata = fields.metadata.get("user_id") if isinstance(fields.metadata, dict) else None
-    named = (
-        header(b"x-session-id"),
-        fields.prompt_cache_key,
-        fields.previous_response_id,
-        conversation,
-        fields.user,
-        metadata,
-    )
-    for value in named:
-        if isinstance(value, str) and value:
+    named = header(b"x-session-id")
+    if named:
+        return _hashed(named)
+    for raw in (fields.prompt_cache_key, fields.previous_response_id):
+        if raw and (value := _text_of(raw)):
             return _hashed(value)
+    talk = fields.conversation
+    if talk and (value := _text_of(talk) or _text_of(_within(talk).id)):
+        return _hashed(value)
+    if fields.user and (value := _text_of(fields.user)):
+        return _hashed(value)
+    if fields.metadata and (value := _text_of(_within(fields.metadata).user_id)):
+        return _hashed(value)
     cookies = header(b"cookie")
     return _hashed(_session_cookie(cookies)) if cookies else ""
 

@@ -32,8 +32,8 @@ class Caller(Protocol):
     def first(self) -> None:
         """Its first token is made."""
 
-    def ended(self, end: End) -> None:
-        """It is over, one way or another; nothing comes after this."""
+    def ended(self, end: End, cached_tokens: int | None = None) -> None:
+        """It is over, and nothing comes after this. `cached_tokens`: what the server had of its prompt, if known."""
 
 
 def as_fast_as(speed: Speed, factor: float) -> Speed:
@@ -131,7 +131,8 @@ class Instance:
             if event.kind is EventKind.FIRST:
                 self.on_it[id_].first()
             else:
-                self.on_it.pop(id_).ended(End.COMPLETE)
+                cached = event.sequence.cached_tokens if self._prefix_fraction else None
+                self.on_it.pop(id_).ended(End.COMPLETE, cached)
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
 

@@ -106,7 +106,10 @@ class Node:
         rng: Random,
         limits: Limits | None = None,
         attempts: int = ATTEMPTS,
+        *,
+        prefixes: bool = False,
     ) -> None:
+        """`prefixes`: servers cache prompts, so requests say which blocks theirs begin with."""
         self.id = id_
         self.path = path
         self.loop = loop
@@ -114,6 +117,7 @@ class Node:
         self.balancers: dict[Path, Balancer] = {}
         self.lengths = lengths
         self.attempts = attempts
+        self.prefixes = prefixes
         self.budget = RetryBudget(BUDGET_RATIO)
         self.checker: Checker | None = None
         self.watch: StopWatch | None = None
@@ -175,7 +179,7 @@ class Node:
             stream=True,
             input_tokens=row.input_tokens,
             output_tokens=expected,
-            prefix_hashes=row.prefix_hashes,
+            prefix_hashes=row.prefix_hashes if self.prefixes else (),
             tenant=row.client,
             priority=row.priority,
             slo=call.slo,
@@ -213,7 +217,7 @@ class Node:
         if self.watch is not None:
             self.watch.learned(began)
 
-    def release(self, route: Route, end: End, row: TraceRow) -> None:
+    def release(self, route: Route, end: End, row: TraceRow, cached_tokens: int | None = None) -> None:
         """Give a route's picks back; only the last one is judged, those above it only chose it."""
         began = self.watch.clock() if self.watch is not None else 0.0
         outcome = _OUTCOMES[end]
@@ -229,6 +233,7 @@ class Node:
             outcome,
             self.loop.now,
             output_tokens=tokens,
+            cached_tokens=None if cached_tokens is None else float(cached_tokens),
             unreachable=end is End.UNREACHABLE and route.peer is None,
         )
         if end is End.COMPLETE:
@@ -270,7 +275,7 @@ class _Carried:
         self._started = True
         self._caller.first()
 
-    def ended(self, route: Route, end: End) -> None:
+    def ended(self, route: Route, end: End, cached_tokens: int | None) -> None:
         """One route's answer is over; what has not begun may be tried elsewhere, as in `common.serving`."""
         if end is not End.COMPLETE and not self._started and self._again_after(route, end):
             self._exclude |= {route.target}
@@ -278,7 +283,7 @@ class _Carried:
             return
         if end is not End.COMPLETE and not self._call.record.reason:
             self._call.record.reason = end.value
-        self._caller.ended(end)
+        self._caller.ended(end, cached_tokens)
 
     def _again_after(self, route: Route, end: End) -> bool:
         if self._tries >= MAX_TRIES or end is End.TOO_LONG:
@@ -341,17 +346,17 @@ class _Leg:
         self._node.first_token(self._route)
         self._carried.first()
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: End, cached_tokens: int | None = None) -> None:
         """Its end leaves the answerer."""
-        self._node.loop.after(self._one_way_s, self._ended, end)
+        self._node.loop.after(self._one_way_s, self._ended, end, cached_tokens)
 
-    def _ended(self, end: End) -> None:
+    def _ended(self, end: End, cached_tokens: int | None) -> None:
         if self._route.peer is not None:
             self._node.sent_to_peer(self._route.peer.id, -1)
         if end is End.UNREACHABLE and self._route.peer is None:
             self._carried.call.attempts -= 1  # it never saw the request
-        self._node.release(self._route, end, self._carried.call.row)
-        self._carried.ended(self._route, end)
+        self._node.release(self._route, end, self._carried.call.row, cached_tokens)
+        self._carried.ended(self._route, end, cached_tokens)
 
 
 class Client:
@@ -370,7 +375,7 @@ class Client:
         assert self._record.ttft_s is None
         self._record.ttft_s = self._loop.now + self._one_way_s - self._record.at_s
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: End, cached_tokens: int | None = None) -> None:
         """The answer ended."""
         record = self._record
         record.e2e_s = self._loop.now + self._one_way_s - record.at_s

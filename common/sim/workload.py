@@ -25,6 +25,7 @@ __all__ = [
     "mean_rate",
     "read_trace",
     "scaled",
+    "spread",
     "superposed",
     "window",
 ]
@@ -60,6 +61,12 @@ def window(rows: Sequence[TraceRow], start_s: float = 0.0, count: int | None = N
     first = next((index for index, row in enumerate(rows) if row.arrival_s >= start_s), len(rows))
     cut = rows[first : None if count is None else first + count]
     return [replace(row, arrival_s=row.arrival_s - cut[0].arrival_s) for row in cut]
+
+
+def spread(rows: Sequence[TraceRow], stamp_s: float, rng: Random) -> list[TraceRow]:
+    """The same requests, each up to `stamp_s` later: for traces whose clock is that coarse, such as Mooncake's 3 s."""
+    moved = [replace(row, arrival_s=row.arrival_s + rng.uniform(0.0, stamp_s)) for row in rows]
+    return sorted(moved, key=lambda row: row.arrival_s)
 
 
 def superposed(rows: Sequence[TraceRow], copies: int, shift_s: float) -> list[TraceRow]:

@@ -360,6 +360,7 @@ def cluster(setup: Setup, seed: int = 0, clock: Callable[[], float] | None = Non
             rng,
             setup.limits,
             setup.attempts,
+            prefixes=setup.prefix_fraction > 0.0,
         )
         world.add_node(node, (CLUSTER,))
     world.tell_of_replicas(CLUSTER)

@@ -46,6 +46,7 @@ def sim(
     start: Annotated[float, typer.Option(min=0.0, help="Begin this many seconds into the trace.")] = 0.0,
     limit: Annotated[int | None, typer.Option(min=1, help="Requests of each part at most; default all.")] = None,
     copies: Annotated[int, typer.Option(min=1, help="Superpose so many shifted copies of the trace.")] = 1,
+    spread: Annotated[float, typer.Option(min=0.0, help="Spread arrivals that are stamped no finer (s).")] = 0.0,
     max_input: Annotated[int, typer.Option(min=1, help="Leave out longer prompts (tokens).")] = 32_000,
     max_output: Annotated[int, typer.Option(min=1, help="Cut longer answers to this (tokens).")] = 4_000,
     replicas: Annotated[int, typer.Option(min=1, help="Balancers of the cluster, dealt requests in turn.")] = 1,
@@ -77,9 +78,6 @@ def sim(
     ),
     warm_up: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of requests not counted.")] = WARM_UP,
     baseline: Annotated[str, typer.Option(help="Policy that the others are compared with; default the last.")] = "",
-    published: Annotated[
-        bool, typer.Option("--published-rates", help="Capacity as in SCHEDULING.md instead of measured.")
-    ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default one a core.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write one line a run here.")] = None,
@@ -104,13 +102,12 @@ def sim(
             prefix_fraction=prefix_cache,
             price_weight_s_per_usd=price_weight,
             speed_error=speed_error,
-            published_rates=published,
             warm_up=warm_up,
         )
         base = _baseline(baseline, study.cases)
         if load is not None and rate is not None:
             raise ValueError("give --load or --rate")
-        parts = _traffic(trace, windows, start, limit, copies, max_input, max_output)
+        parts = _traffic(trace, windows, start, limit, copies, spread, max_input, max_output)
         began = clock.now()
         with _bar() as on_done:
             results = run_study(study, parts, jobs=jobs, on_done=on_done, records=requests_file is not None)
@@ -184,7 +181,14 @@ def _faults(texts: Sequence[str]) -> tuple[tuple[Fault, ...], tuple[Burst, ...]]
 
 
 def _traffic(
-    trace: Path | None, windows: int, start_s: float, limit: int | None, copies: int, max_input: int, max_output: int
+    trace: Path | None,
+    windows: int,
+    start_s: float,
+    limit: int | None,
+    copies: int,
+    spread_s: float,
+    max_input: int,
+    max_output: int,
 ) -> list[list[TraceRow]]:
     if trace is None:
         count = (limit or _GENERATED) * windows
@@ -196,6 +200,7 @@ def _traffic(
         start_s=start_s,
         limit=limit,
         copies=copies,
+        spread_s=spread_s,
         max_input=max_input,
         max_output=max_output,
     )

@@ -22,14 +22,12 @@ from common.sim.fleet import FLEETS, Machine, capacity, known, saturated_rate, u
 from common.sim.lengths import lengths_named
 from common.sim.measures import DEFAULT_SLO, WARM_UP, Measures, counted, mean_of, measure, quantile
 from common.sim.records import LoadSeries, Record, RunRecord
-from common.sim.workload import TraceRow, mean_rate, read_trace, scaled, superposed, window
+from common.sim.workload import TraceRow, mean_rate, read_trace, scaled, spread, superposed, window
 from common.sim.world import Network, Setup, simulate
 from common.types import Slo, Speed, Tier
 
 CURVE_SHARES = tuple(i / 100 for i in range(100)) + tuple(0.99 + i / 1000 for i in range(1, 11))
 """At these shares (0…1) of the requests a curve has a point; denser where the tail is."""
-PUBLISHED_RATES = {"h100": 11.3, "a100": 5.0, "l4": 1.18, "t4": 0.67}
-"""Saturated requests per second on the Azure conversation trace, as SCHEDULING.md has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,6 @@ class Study:
     price_weight_s_per_usd: float = PRICE_WEIGHT_S_PER_USD
     speed_error: float = 0.0  # servers are faster or slower than their class by this much (σ of the log)
     speeds_known: bool = False  # and the balancers are told, for comparison with what they learn
-    published_rates: bool = False  # capacity and weights from SCHEDULING.md, not measured
     warm_up: float = WARM_UP
 
 
@@ -112,13 +109,15 @@ def read_windows(
     start_s: float = 0.0,
     limit: int | None = None,
     copies: int = 1,
+    spread_s: float = 0.0,
     max_input: int = 32_000,
     max_output: int = 4_000,
 ) -> list[list[TraceRow]]:
     """The trace in `windows` parts of equal count, each of at most `limit` requests and beginning at 0 s.
 
-    Longer prompts than `max_input` are left out and longer answers cut to `max_output` tokens: a server of the smallest
-    class can then hold every request. Raises ValueError or OSError.
+    `spread_s`: arrivals are stamped no finer than this, and are spread within it. Prompts longer than `max_input` are
+    left out and answers cut to `max_output` tokens: a server of the smallest class can then hold every request. Raises
+    ValueError or OSError.
     """
     rows = [
         replace(row, output_tokens=min(row.output_tokens, max_output))
@@ -127,6 +126,8 @@ def read_windows(
     ]
     if not rows:
         raise ValueError(f"{trace}: no request of at most {max_input} input tokens")
+    if spread_s:
+        rows = spread(rows, spread_s, Random(0))
     if copies > 1:
         rows = superposed(rows, copies, shift_s=(rows[-1].arrival_s - rows[0].arrival_s) / copies)
     rows = window(rows, start_s)
@@ -219,9 +220,6 @@ class _Workers:
 def _measured(workers: _Workers, study: Study, windows: int) -> list[dict[Speed, float]]:
     """For each window what a server of each speed can finish per second of it."""
     speeds = list(dict.fromkeys(kind.speed for kind in study.fleet))
-    if study.published_rates:
-        published = {kind.speed: PUBLISHED_RATES.get(kind.gpu, 0.0) for kind in study.fleet}
-        return [published] * windows
     waiting = [[workers.submit(_saturated_rate, speed, number) for speed in speeds] for number in range(windows)]
     return [{speed: f.result() for speed, f in zip(speeds, futures, strict=True)} for futures in waiting]
 

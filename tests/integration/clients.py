@@ -87,7 +87,7 @@ class Raw:
     def rst(self) -> None:
         """Close with a reset."""
         sock = self._writer.get_extra_info("socket")
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # the second when it is closed already
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._writer.transport.abort()
 

@@ -43,7 +43,7 @@ def test_faults_are_read(text: str, meant: Fault | Burst) -> None:
     ],
 )
 def test_a_bad_one_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match="fault|burst|SECONDS|float|time"):
+    with pytest.raises(ValueError, match=r"fault|burst|SECONDS|float|time"):
         parse(text)
 
 

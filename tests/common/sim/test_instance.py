@@ -27,7 +27,7 @@ class Heard:
         assert self.end is None
         self.first_s = self.loop.now
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: End, cached_tokens: int | None = None) -> None:
         assert self.end is None
         self.end, self.end_s = end, self.loop.now
 

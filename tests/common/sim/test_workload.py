@@ -18,6 +18,7 @@ from common.sim.workload import (
     mean_rate,
     read_trace,
     scaled,
+    spread,
     superposed,
     window,
 )
@@ -113,6 +114,14 @@ def test_scaled_changes_the_rate_and_nothing_else() -> None:
             scaled(ROWS, **bad)
     with pytest.raises(ValueError, match="no rate"):
         scaled(ROWS[:1], rate=1.0)
+
+
+def test_spread_moves_each_arrival_within_its_stamp() -> None:
+    stamped = [TraceRow(3.0 * (i // 10), 100, 10, session=str(i)) for i in range(100)]
+    moved = spread(stamped, 3.0, Random(1))
+    assert [row.arrival_s for row in moved] == sorted(row.arrival_s for row in moved)
+    assert len({row.arrival_s for row in moved}) == 100
+    assert all(0.0 <= row.arrival_s - 3.0 * (int(row.session) // 10) <= 3.0 for row in moved)
 
 
 def test_window_starts_at_zero() -> None:

@@ -240,7 +240,7 @@ def test_a_request_that_ends_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
     ended = Client.ended
 
-    def twice(self: Client, end: End) -> None:
+    def twice(self: Client, end: End, cached_tokens: int | None = None) -> None:
         ended(self, end)
         ended(self, end)
 
@@ -258,3 +258,14 @@ def test_every_policy_runs_under_the_checkers(name: str) -> None:
     setup = Setup(weighted(strong, {}), lambda path: policy_named(name), slo=Slo(2.0, 0.1))
     run = simulate(setup, rows, 0)
     assert endings(run) == {("complete", ""): len(rows)}
+
+
+def test_servers_that_cache_prompts_are_told_blocks_and_tell_what_they_had() -> None:
+    rows = [TraceRow(0.2 * i, 1_100, 20, prefix_hashes=(7, 8, 100 + i)) for i in range(60)]
+    cached = simulate(setup_of((machine("a100", 4),), prefix_fraction=0.9, network=QUIET), rows, 0)
+    assert cached.prefix_hits / cached.prefix_queries > 0.8
+    # What shares a prompt goes where it is; without a cache nobody is told, and it goes everywhere.
+    assert max(Counter(r.instance for r in cached.records).values()) > 30
+    blind = simulate(setup_of((machine("a100", 4),), network=QUIET), rows, 0)
+    assert blind.prefix_hits == 0
+    assert max(Counter(r.instance for r in blind.records).values()) < 30
