@@ -14,7 +14,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from common.errors import ConfigError
 
@@ -193,6 +193,81 @@ class Auth(Section):
     """Keys that sign the route header: the first signs, all verify; none: one that all tiers find in etcd."""
 
 
+class Price(Section):
+    """What a model's tokens cost, US dollars for a million."""
+
+    input_usd: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Of a prompt."""
+    cached_input_usd: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    """Of a prompt, where the server had them in its cache; default: as `input_usd`."""
+    output_usd: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Of an answer."""
+
+
+class OidcIssuer(Section):
+    """A provider of tokens (OpenID Connect)."""
+
+    issuer: Annotated[str, Field(pattern=r"^https?://[^\s?#]+$", max_length=1000)]
+    """As it stands in the tokens' `iss`; an https URL."""
+    audience: Annotated[tuple[str, ...], Field(min_length=1)]
+    """What stands in the `aud` of tokens that are meant for here; one of these."""
+    jwks_url: str = ""
+    """Where its keys are; default: where its discovery document says."""
+    algorithms: Annotated[
+        tuple[Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"], ...],
+        Field(min_length=1),
+    ] = ("RS256", "ES256", "EdDSA")
+    """Signatures that are taken."""
+    tenant_claim: str = "tenant"
+    """The claim that names the tenant."""
+    tenant: str = ""
+    """The tenant of all its tokens, instead of a claim."""
+    leeway_s: Annotated[float, Field(ge=0.0, le=300.0)] = 30.0
+    """By how much clocks may differ."""
+    refresh_s: Annotated[float, Field(ge=10.0, le=86_400.0)] = 3600.0
+    """Its keys are fetched anew this often, and at once for a token with a key that is new."""
+    ca_file: str = ""
+    """Authority of its certificate; default: the system's."""
+
+
+class TenantsSection(Section):
+    """Who may call, and what each may use; without `file` and `stored` everybody may do everything."""
+
+    file: str = ""
+    """A YAML file of tenants and hashes of their keys, read again when it changes."""
+    stored: bool = False
+    """Whether they are kept in etcd instead, where the admin API and `headwater tenant` change them."""
+    anonymous: str = ""
+    """The tenant of requests without a key; default: they are refused."""
+    without_store: Literal["local", "open", "closed"] = "local"
+    """While Redis is out of reach: each balancer keeps its share of all limits (local), none (open), or refuses."""
+    budget_ms: Annotated[float, Field(gt=0.0, le=10_000.0)] = 100.0
+    """A call to Redis about limits that takes longer counts as one that failed, milliseconds."""
+    prices: Mapping[str, Price] = {}
+    """Prices by model, for `monthly_usd` and usage records; `*`: of all others."""
+    oidc: tuple[OidcIssuer, ...] = ()
+    """Providers whose tokens are taken beside keys."""
+    usage_file: str = ""
+    """A file that gets a line of JSON for each request, for bills; with `workers` each process needs one of its own."""
+    usage_stream: str = ""
+    """A Redis stream that gets the same, by its key."""
+    usage_stream_entries: Annotated[int, Field(ge=1000, le=1_000_000_000)] = 1_000_000
+    """About so many are kept in it."""
+
+    @model_validator(mode="after")
+    def _fit(self) -> TenantsSection:
+        if self.file and self.stored:
+            raise ValueError("file and stored exclude each other")
+        if not self.enabled and (self.anonymous or self.oidc or self.usage_file or self.usage_stream):
+            raise ValueError("needs `file` or `stored`: without tenants nobody is asked who he is")
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        """Whether callers are asked who they are."""
+        return bool(self.file) or self.stored
+
+
 class CorsSection(Section):
     """Browsers on other origins."""
 
@@ -299,6 +374,7 @@ class TierConfig(Section):
     redis: Redis = Redis()
     tracing: Tracing = Tracing()
     auth: Auth = Auth()
+    tenants: TenantsSection = TenantsSection()
     cors: CorsSection = CorsSection()
     streaming: Streaming = Streaming()
     forward: Forward = Forward()
@@ -411,7 +487,9 @@ def _is_text(model: type[BaseModel], path: tuple[str, ...]) -> bool:
     return any((get_args(k)[0] if get_origin(k) is Annotated else k) is str for k in kinds)
 
 
-RESERVED_ENVIRONMENT = frozenset({"HEADWATER_ADMIN_URL"})  # read by the command line's clients, not by a tier
+RESERVED_ENVIRONMENT = frozenset(
+    {"HEADWATER_ADMIN_TOKEN", "HEADWATER_ADMIN_TOKEN_FILE", "HEADWATER_ADMIN_URL"}
+)  # read by the command line's clients, not by a tier
 
 
 def _explain(error: ValidationError, name: str, lines: Mapping[Key, int], given: Mapping[Key, str]) -> str:

@@ -21,7 +21,9 @@ from common.relay import heads
 from common.relay.coding import decoded
 from common.relay.exchange import Exchange
 from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
-from common.types import InferenceRequest
+from common.tenancy.gate import Admission, Gate
+from common.tenancy.keys import without_credentials, without_query_credentials
+from common.types import InferenceRequest, Priority
 
 DECODED_HERE_BYTES = 65_536  # compressed bodies above this are decoded by a thread
 UNDERSTOOD_HERE_BYTES = 262_144  # and bodies above this are read by one: about half a millisecond's work
@@ -38,6 +40,7 @@ class Intake:
         lengths: OutputLength,
         *,
         verified_peers: bool = False,
+        gate: Gate | None = None,
     ) -> None:
         self.leaving = False  # peers are told to go elsewhere
         self.inputs = InputLength()
@@ -45,22 +48,45 @@ class Intake:
         self._affinity = affinity
         self._signer = signer
         self._lengths = lengths
+        self._gate = gate
         self._verified_peers = verified_peers  # a peer has to show a certificate as well
         # Says in `Via` that a request went from this system to a server; nobody without the key can say so.
         self.pseudonym = b"headwater-" + hashlib.sha256(b"via" + signer.keys[0]).hexdigest()[:12].encode()
 
-    async def read(self, exchange: Exchange, matched: apis.Match, record: RequestRecord) -> Route:
-        """What policy needs to know. Raises BadRequest, ModelNotFound, NoEndpoints or Draining."""
+    async def read(
+        self, exchange: Exchange, matched: apis.Match, record: RequestRecord
+    ) -> tuple[Route, Admission | None]:
+        """What policy needs to know, and what the request's tenant has been charged with, to be ended with it.
+
+        Raises BadRequest, ModelNotFound, NoEndpoints, Draining or AccessError.
+        """
         header = heads.find(exchange.headers, HEADER)
         told = self._told(exchange, header, record) if header is not None else None
+        admission = None
         if told is None:
-            told = Route(await self._understand(exchange, matched, record), ())
+            admission, request = await self._enter(exchange, matched, record)
+            told = Route(request, ())
         request = told.request
         record.model, record.stream, record.tenant = request.model, request.stream, request.tenant
         record.input_tokens, record.has_session = request.input_tokens, bool(request.session)
         record.predicted_output_tokens = request.output_tokens
         record.executions = told.attempts
-        return told
+        return told, admission
+
+    async def _enter(
+        self, exchange: Exchange, matched: apis.Match, record: RequestRecord
+    ) -> tuple[Admission | None, InferenceRequest]:
+        """A client's request. Where callers are asked who they are, that comes before anything is read for them."""
+        if self._gate is None:
+            request, asked = await self._understand(exchange, matched, record, "")
+            return None, request if asked is None else replace(request, priority=asked)
+        caller = self._gate.identify(exchange.headers)
+        record.tenant = caller.tenant.name
+        exchange.headers = without_credentials(exchange.headers)
+        exchange.target = without_query_credentials(exchange.target)
+        request, asked = await self._understand(exchange, matched, record, caller.tenant.name)
+        admission = await self._gate.admit(caller, request, asked)
+        return admission, admission.request
 
     def _told(self, exchange: Exchange, header: bytes, record: RequestRecord) -> Route | None:
         """A peer's word on a request; None when it is no peer's."""
@@ -81,7 +107,10 @@ class Intake:
             raise Draining("this balancer is leaving")
         return told
 
-    async def _understand(self, exchange: Exchange, matched: apis.Match, record: RequestRecord) -> InferenceRequest:
+    async def _understand(
+        self, exchange: Exchange, matched: apis.Match, record: RequestRecord, tenant: str
+    ) -> tuple[InferenceRequest, Priority | None]:
+        """What is in it, and the class its header asks for."""
         if any(key == b"via" and self.pseudonym in value for key, value in exchange.headers):
             message = (
                 "the request comes back from what was taken for a server: an instance is a balancer of this system"
@@ -110,24 +139,25 @@ class Intake:
             ask.stream,
             input_tokens,
             ask.cap,
-            self._output_tokens(api, ask, input_tokens, hints),
+            self._output_tokens(api, ask, input_tokens, hints, tenant),
             ask.prefix_hashes,
             ask.session,
+            tenant=tenant,
             deadline_s=hints.deadline_s,
             slo=hints.slo,
         )
         placement = await self._affinity.lookup(ask.session) if ask.session else None
-        if placement is None:
-            return request
-        return replace(request, warm=placement.path, warm_tokens=placement.tokens)
+        if placement is not None:
+            request = replace(request, warm=placement.path, warm_tokens=placement.tokens)
+        return request, hints.priority
 
-    def _output_tokens(self, api: apis.Api, ask: apis.Ask, input_tokens: int, hints: apis.Hints) -> float:
+    def _output_tokens(self, api: apis.Api, ask: apis.Ask, input_tokens: int, hints: apis.Hints, tenant: str) -> float:
         """As the client expects, or as learned; 0 for what does not generate."""
         if not api.generates:
             return 0.0
         if hints.output_tokens is not None:
             return min(hints.output_tokens, ask.cap or hints.output_tokens)
-        return self._lengths.expect(ask.model, "", input_tokens, ask.cap)
+        return self._lengths.expect(ask.model, tenant, input_tokens, ask.cap)
 
     @staticmethod
     async def _decode(exchange: Exchange, codings: str) -> None:

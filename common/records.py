@@ -76,6 +76,8 @@ class RequestRecord:
     has_session: bool = False
     input_tokens: int = 0
     output_tokens: float | None = None
+    used_input_tokens: int | None = None  # by the server's own count; of these it had cached:
+    used_cached_tokens: int | None = None
     predicted_output_tokens: float | None = None
     stages: list[StageRecord] = field(default_factory=list)
     attempts: list[AttemptRecord] = field(default_factory=list)

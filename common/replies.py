@@ -11,7 +11,7 @@ from math import ceil
 import msgspec
 
 from common import apis
-from common.errors import LBError, UpstreamError
+from common.errors import AccessError, LBError, UpstreamError
 from common.records import Ending, RequestRecord
 from common.relay import cors, heads
 from common.relay.exchange import Exchange
@@ -58,6 +58,8 @@ class Replies:
             exchange.client.cut(apis.error_event(api.family, SSE, str(error), error.code))
             return
         headers = [JSON, *self.cors.answer(exchange.headers)]
+        if isinstance(error, AccessError):
+            headers += error.headers
         added = [(DECISION, record.id.encode())]
         if error.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(1, ceil(error.retry_after_s))))
@@ -66,6 +68,12 @@ class Replies:
             if error.elsewhere:
                 added.append((REJECTED, error.code.encode()))
         exchange.client.respond(error.status, headers, apis.error_body(api.family, error), heads.lines(added))
+
+    def denial(self, exchange: Exchange, error: AccessError) -> None:
+        """Tell whoever asks for something that is not relayed that he may not."""
+        body = apis.error_body(apis.family_of(exchange.path), error)
+        fields = [JSON, *error.headers, *self.cors.answer(exchange.headers)]
+        exchange.client.respond(error.status, fields, body)
 
     def refusal(self, exchange: Exchange, api: apis.Api, record: RequestRecord, answer: Answer) -> None:
         """Hand on what a server said that would not take a request: the client gets its own words."""

@@ -17,6 +17,7 @@ from common.affinity import Affinity
 from common.answers import Meaning
 from common.balancing import Balancing
 from common.errors import (
+    AccessError,
     BadRequest,
     ConnectFailed,
     FirstByteTimeout,
@@ -44,11 +45,14 @@ from common.route import HEADER, RouteSigner
 from common.route import Route as RouteHeader
 from common.store.base import Placement
 from common.telemetry import Telemetry
+from common.tenancy.directory import Tenant
+from common.tenancy.gate import Admission, Gate, Used
 from common.types import InferenceRequest, Outcome, Path, Shed
 
 MAX_TRIES = 8  # hops tried for one request, refused connections and rejections included
 PEER_SLACK_S = 1.0  # by how much a tier waits longer than the one below it
 OVERLOAD = (429, 503, 529)
+RATE_LIMITS = b"x-ratelimit-"  # a server's own say nothing of the tenant's
 OUTCOMES = {  # of an answer that was passed on with a status of 500 or more; what is not here is a failure
     Meaning.OVERLOAD: Outcome.OVERLOADED,
     Meaning.LOADING: Outcome.OVERLOADED,
@@ -70,6 +74,7 @@ class _Carried:
     headers: bytes  # the client's, as they go on
     visited: tuple[str, ...]
     exclude: set[Path]
+    limits: heads.Headers  # of its tenant, for the answer
     peers_lost: int = 0
 
 
@@ -84,7 +89,7 @@ class Serving:
         affinity: Affinity,
         telemetry: Telemetry,
         signer: RouteSigner,
-        local: Callable[[Exchange, heads.Headers], Awaitable[None]],
+        local: Callable[[Exchange, heads.Headers, Tenant | None], Awaitable[None]],
         *,
         attempts: int,
         budget_ratio: float,
@@ -94,6 +99,7 @@ class Serving:
         dropped_headers: frozenset[bytes] = frozenset(),
         comment_s: float = 0.0,
         verified_peers: bool = False,
+        gate: Gate | None = None,
     ) -> None:
         self.process_id = process_id
         self.node = node
@@ -103,9 +109,10 @@ class Serving:
         self.signer = signer
         self.lengths = OutputLength()
         self.relay: Relay
-        self.intake = Intake(balancing, affinity, signer, self.lengths, verified_peers=verified_peers)
+        self.intake = Intake(balancing, affinity, signer, self.lengths, verified_peers=verified_peers, gate=gate)
         self.replies = Replies(allowed_origins)
         self._local = local
+        self._gate = gate
         self._attempts = attempts
         self._budget = RetryBudget(budget_ratio)
         self._sample_ratio = sample_ratio
@@ -122,15 +129,16 @@ class Serving:
         if exchange.method == b"OPTIONS" and self.replies.preflight(exchange):
             return
         if matched is None:
-            await self._local(exchange, self.replies.cors.answer(exchange.headers))
+            await self._answer_here(exchange)
             return
         api = matched.api
         context = tracecontext.read(exchange.headers, self._rng, self._sample_ratio)
         record = self._open(exchange, api, context)
+        admission: Admission | None = None
         try:
-            told = await self.intake.read(exchange, matched, record)
+            told, admission = await self.intake.read(exchange, matched, record)
             self.telemetry.began(record)
-            await self._carry(self._carried(exchange, api, record, context, told))
+            await self._carry(self._carried(exchange, api, record, context, told, admission))
         except LBError as error:
             self.replies.error(exchange, api, record, error)
         except asyncio.CancelledError:
@@ -141,7 +149,20 @@ class Serving:
             record.status = record.status or exchange.status
             if exchange.pings is not None:
                 exchange.pings.stop()
+            if admission is not None:
+                admission.end(_used(api, record))
             self.telemetry.ended(record)
+
+    async def _answer_here(self, exchange: Exchange) -> None:
+        """What is not relayed; whether this process lives, anybody may ask."""
+        tenant = None
+        if self._gate is not None and exchange.path not in apis.HEALTH:
+            try:
+                tenant = self._gate.identify(exchange.headers).tenant
+            except AccessError as error:
+                self.replies.denial(exchange, error)
+                return
+        await self._local(exchange, self.replies.cors.answer(exchange.headers), tenant)
 
     def _open(self, exchange: Exchange, api: apis.Api, context: tracecontext.TraceContext) -> RequestRecord:
         return RequestRecord(
@@ -165,11 +186,13 @@ class Serving:
         record: RequestRecord,
         context: tracecontext.TraceContext,
         told: RouteHeader,
+        admission: Admission | None,
     ) -> _Carried:
         request = told.request
+        limits = admission.headers if admission is not None else []
         # A client's stream may be kept up with comments here; what comes from a peer is kept up by that peer.
         if self._comment_s and request.stream and not record.from_peer and api.family is not apis.Family.OLLAMA:
-            added = heads.lines([(DECISION, record.id.encode()), *self.replies.cors.answer(exchange.headers)])
+            added = heads.lines([(DECISION, record.id.encode()), *self.replies.cors.answer(exchange.headers), *limits])
             exchange.pings = Pings(exchange, self._comment_s, added)
         dropped = frozenset() if record.from_peer else self._dropped
         return _Carried(
@@ -182,6 +205,7 @@ class Serving:
             heads.passed_on(exchange.headers, dropped),
             (*told.visited, self.process_id),
             set(),
+            limits,
         )
 
     async def _carry(self, c: _Carried) -> None:
@@ -239,8 +263,9 @@ class Serving:
             self.balancing.peer_sent(route.peer.id)
         else:
             c.record.executions += 1
+        sending = self._sending(c, route, attempt)
         try:
-            answer = await self.relay.forward(route.url, self._sending(c, route, attempt))
+            answer = await self.relay.forward(route.url, sending)
             outcome, retry_after_s = self._judged(c, route, answer)
             return answer
         except UpstreamError as error:
@@ -259,6 +284,7 @@ class Serving:
             raise
         finally:
             attempt.ended_at = clock.now()
+            self._note_usage(c, attempt, sending)
             if route.peer:
                 self.balancing.peer_done(route.peer.id, reached=answer is not None)
             self.balancing.release(
@@ -299,7 +325,10 @@ class Serving:
             sending.added = self._response_headers(c, route, headers)
             if self.replies.cors and not c.record.from_peer:
                 sending.added += heads.lines(self.replies.cors.answer(exchange.headers))
-                sending.replaced = cors.PREFIX
+                sending.replaced += (cors.PREFIX,)
+            if c.limits:
+                sending.added += heads.lines(c.limits)
+                sending.replaced += (RATE_LIMITS,)
             return Verdict.RELAY
 
         def first_byte() -> None:
@@ -347,11 +376,20 @@ class Serving:
         reading = answers.classify(route.endpoint.engine, answer.status, answer.headers, answer.body)
         return OUTCOMES.get(reading.meaning, Outcome.FAILED), reading.retry_after_s
 
+    @staticmethod
+    def _note_usage(c: _Carried, attempt: AttemptRecord, sending: Sending) -> None:
+        """What an answer has used as far as it came, whether or not its client stayed to the end."""
+        observer = sending.observer
+        if observer is None or not observer.bytes or attempt.status >= 400:
+            return
+        c.record.used_input_tokens, c.record.used_cached_tokens = observer.input_tokens(), observer.cached_tokens()
+        if c.api.generates:
+            c.record.output_tokens = observer.output_tokens()
+
     def _learn(self, c: _Carried, answer: Answer) -> None:
         if not c.api.generates:
             return
         tokens = answer.observer.output_tokens()
-        c.record.output_tokens = tokens
         if tokens is not None:
             self.lengths.learn(c.request.model, c.request.tenant, c.request.input_tokens, tokens)
         served_by = tuple(c.record.served_by.split("/"))
@@ -413,6 +451,23 @@ class Serving:
                     pick.predicted_total_s,
                 )
             )
+
+
+def _used(api: apis.Api, r: RequestRecord) -> Used:
+    """A finished request as its tenant is charged for it."""
+    left = r.ending is Ending.CLIENT_LEFT and r.executions > 0  # and leaves the work to whoever pays for it
+    output = 0 if not api.generates else None if r.output_tokens is None else round(r.output_tokens)
+    return Used(
+        r.used_input_tokens if r.used_input_tokens is not None or not left else r.input_tokens,
+        r.used_cached_tokens,
+        output,
+        r.status,
+        r.ending.value,
+        r.served_by,
+        r.operation,
+        r.started_wall_ns,
+        r.total_s,
+    )
 
 
 def _int(value: bytes | None) -> int:

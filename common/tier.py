@@ -43,6 +43,8 @@ from common.serving import Serving
 from common.spans import OtlpExport
 from common.store.base import MembershipStore
 from common.telemetry import Telemetry
+from common.tenancy.build import tenants_of
+from common.tenancy.directory import Tenant
 from common.types import Path, Peer, Pool, Tier
 
 log = structlog.get_logger()
@@ -100,6 +102,7 @@ class TierProcess:
         self.balancing = Balancing(self.id, self._serves, self._policy, limits, self._rng)
         self._affinity_store = backing.affinity_store(config.redis)
         self._make_telemetry()
+        self._tenants = await tenants_of(config, store, self._replicas)
         self._make_serving()
         tls = Tls(config.tls.cert_file, config.tls.key_file, config.tls.ca_file) if config.tls.cert_file else None
         self.quotes = Quotes(
@@ -139,8 +142,12 @@ class TierProcess:
         )
         local: AsgiApp = local_app(self.balancing, lambda: not self.draining)
 
-        async def answer_locally(exchange: Exchange, added: Headers) -> None:
-            await answer_with(local, exchange, added)
+        async def answer_locally(exchange: Exchange, added: Headers, tenant: Tenant | None) -> None:
+            await answer_with(local, exchange, added, {"tenant": tenant})
+
+        gate = self._tenants.gate if self._tenants is not None else None
+        if gate is not None:
+            self.telemetry.registry.register(gate.metrics)
 
         self.serving = Serving(
             self.id,
@@ -158,6 +165,7 @@ class TierProcess:
             dropped_headers=frozenset(n.lower().replace("_", "-").encode() for n in config.forward.drop_headers),
             comment_s=config.streaming.keepalive_comment_s,
             verified_peers=config.tls.peers_required,
+            gate=gate,
         )
         self.relay = Relay(
             self.serving.serve, _refusal, config.limits, config.upstream, half_close=config.upstream.half_close
@@ -177,6 +185,9 @@ class TierProcess:
         self._spawn(self._certificates.watch(), "certificates")
         self._spawn(self.quotes.run(), "quotes")
         self._spawn(self._measure_round_trips(), "round trips")
+        if self._tenants is not None:
+            self._spawn(self._tenants.run(), "tenants")
+            await self._tenants.gate.until(lambda directory: True, backing.STORE_START_S)
         # The first request must not meet a process that has not heard yet what there is.
         await self.until(bool, backing.STORE_START_S)
         if prepare is not None:
@@ -201,6 +212,10 @@ class TierProcess:
         where = "-".join(self.node) or "global"
         return f"{where}-{gethostname().split('.')[0]}-{_split(self.config.listen)[1] or secrets.token_hex(3)}"
 
+    def _replicas(self) -> int:
+        """Balancers that clients may reach beside this one, itself included."""
+        return max(1, len(self.membership.balancers(self.node)))
+
     def _policy(self, path: Path) -> Policy:
         policy = self.config.policy
         return policy_named(policy.name, policy.price_weight_s_per_usd, Tier.of(path))
@@ -208,6 +223,8 @@ class TierProcess:
     async def _start_admin(self) -> None:
         host, port = _split(self.config.admin)
         app = admin_app(self.id, self.node, self.balancing, self.telemetry, lambda: not self.draining, self._admin_urls)
+        if self._tenants is not None:
+            app.include_router(self._tenants.router)
         try:
             socket = create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)
         except OSError as error:
@@ -350,6 +367,8 @@ class TierProcess:
                 task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=ADMIN_STOP_S)
+        if self._tenants is not None:
+            await self._tenants.close()
         await self._affinity_store.close()
         if self._store is not None:
             await self._store.close()

@@ -8,9 +8,10 @@ errors. Adding a route is one line in `routes`.
 from common.apis.bodies import Ask, understand
 from common.apis.errors import error_body, error_event
 from common.apis.hints import Hints, read_hints
-from common.apis.routes import Api, Family, Match, family_of, match
+from common.apis.routes import HEALTH, Api, Family, Match, family_of, match
 
 __all__ = [
+    "HEALTH",
     "Api",
     "Ask",
     "Family",

@@ -90,18 +90,18 @@ def request_head(method: bytes, target: bytes, host: bytes, kept: bytes, added: 
 
 
 def response_head(
-    status: int, headers: Sequence[tuple[bytes, bytes]], added: bytes, replaced: bytes | None = None
+    status: int, headers: Sequence[tuple[bytes, bytes]], added: bytes, replaced: tuple[bytes, ...] = ()
 ) -> bytes:
     """A response head for the client; `added` are header lines of ours, its framing and its connection's among them.
 
-    Fields whose names begin with `replaced` are left out: `added` has others in their stead.
+    Fields whose names begin with one of `replaced` are left out: `added` has others in their stead.
     """
     drop = named_in_connection(headers) if find(headers, b"connection") else None
     lines = [b"HTTP/1.1 %d %b\r\n" % (status, REASONS.get(status, b"-"))]
     for key, value in headers:
         if key in NOT_RELAYED or (key[0] in XP and not_ours_to_pass(key)) or (drop and key in drop):
             continue
-        if replaced is None or not key.startswith(replaced):
+        if not key.startswith(replaced):
             lines.append(b"%b: %b\r\n" % (key, value))
     lines += (added, b"\r\n")
     return b"".join(lines)

@@ -223,7 +223,7 @@ class UpstreamConnection(asyncio.Protocol):
         sending, exchange, headers = self._sending, self._sending.exchange, self._headers
         self._keep = self._parser.should_keep_alive()
         content_type = (heads.find(headers, b"content-type") or b"").decode("latin-1")
-        observer = Observer(content_type, coded=heads.find(headers, b"content-encoding") is not None)
+        observer = sending.observer = Observer(content_type, coded=heads.find(headers, b"content-encoding") is not None)
         relay = sending.judge(status, headers) is Verdict.RELAY
         self.answer = Answer(status, headers, relay, observer)
         length = heads.find(headers, b"content-length")

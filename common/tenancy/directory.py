@@ -20,7 +20,8 @@ from common.types import Priority
 
 MAX_TENANTS: Final = 10_000
 MAX_KEYS: Final = 100_000
-MAX_LISTED: Final = 1000  # models or regions that one tenant names
+MAX_MODELS: Final = 1000  # that one tenant names
+MAX_REGIONS: Final = 32  # likewise; they travel in the route header
 
 PriorityName = Literal["critical", "standard", "batch"]
 Limit = Annotated[int, Field(ge=1, le=10**12)]
@@ -40,16 +41,16 @@ def _digest(value: str) -> str:
     return value
 
 
-def _listed(values: tuple[str, ...]) -> tuple[str, ...]:
-    if len(values) > MAX_LISTED or not all(0 < len(value) <= 512 for value in values):
-        raise ValueError(f"must be at most {MAX_LISTED} names")
+def _models(values: tuple[str, ...]) -> tuple[str, ...]:
+    if len(values) > MAX_MODELS or not all(0 < len(value) <= 512 for value in values):
+        raise ValueError(f"must be at most {MAX_MODELS} names")
     return values
 
 
 Time = Annotated[datetime, BeforeValidator(_midnight), AfterValidator(_utc)]
 Digest = Annotated[str, AfterValidator(_digest)]
-Models = Annotated[tuple[str, ...], AfterValidator(_listed)]
-Regions = Annotated[tuple[Name, ...], AfterValidator(_listed)]
+Models = Annotated[tuple[str, ...], AfterValidator(_models)]
+Regions = Annotated[tuple[Name, ...], Field(max_length=MAX_REGIONS)]
 
 
 class TenantSpec(Section):

@@ -20,7 +20,8 @@ import msgspec
 import structlog
 
 from common import clock
-from common.errors import AccessError, BadRequest, Forbidden, QuotaExceeded, StoreUnavailable, Unauthenticated
+from common.config import Price
+from common.errors import AccessError, Forbidden, QuotaExceeded, StoreUnavailable, Unauthenticated
 from common.metrics import Counts, Level, Scrape
 from common.policy.window import Grant, Span
 from common.store.base import QuotaCall, QuotaReply, QuotaStore, WindowCall
@@ -29,7 +30,7 @@ from common.tenancy.directory import Directory, Tenant, TenantSpec
 from common.tenancy.keys import Headers, credential, hashed
 from common.tenancy.ledger import LOCAL, Ledger, Refusal, Taken
 from common.tenancy.sources import TenantSource
-from common.tenancy.usage import Price, UsageLog, UsageRecord, cost_micro_usd
+from common.tenancy.usage import UsageLog, UsageRecord, cost_micro_usd
 from common.types import InferenceRequest, Priority
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ SWEPT_AT_ONCE: Final = 64  # tenants, of those that have something to tell
 PLACE_WAIT_S: Final = 0.05  # a place that another balancer gives up is free this soon
 START_RETRY_S: Final = 1.0
 TENANT_LABELS: Final = 200  # further tenants are counted as "other"
-PRIORITY = b"x-priority"
 _CHALLENGE = ((b"www-authenticate", b'Bearer realm="headwater"'),)
 _NO_RETRY = ((b"x-should-retry", b"false"),)  # the OpenAI clients' way to be told that trying again is in vain
 _encode = msgspec.json.Encoder().encode
@@ -181,17 +181,16 @@ class Gate:
 
     # -- whether -----------------------------------------------------------------------------------------------------
 
-    async def admit(self, caller: Caller, request: InferenceRequest, priority: str | None = None) -> Admission:
-        """Let a request in, or refuse it. `priority`: what its header asks for.
+    async def admit(self, caller: Caller, request: InferenceRequest, asked: Priority | None = None) -> Admission:
+        """Let a request in, or refuse it. `asked`: the class that its header asks for.
 
-        Raises BadRequest, Forbidden, QuotaExceeded, or an AccessError of status 503.
+        Raises Forbidden, QuotaExceeded, or an AccessError of status 503.
         """
         tenant = caller.tenant
         try:
             if not tenant.may_use(request.model):
                 what = f"the model `{request.model[:200]}`" if request.model else "requests that name no model"
                 raise Forbidden(f"the tenant '{tenant.name}' may not use {what}", code="model_not_allowed")
-            asked = _priority(priority)
             ledger, taken = await self._take(tenant, request)
         except AccessError as error:
             self._refused.add((self._label(tenant.name), error.code))
@@ -426,15 +425,6 @@ async def running(gate: Gate) -> AsyncIterator[Gate]:
 def _month() -> str:
     """This month in UTC, as in 2026-11."""
     return strftime("%Y-%m", gmtime(clock.wall_ns() // 1_000_000_000))
-
-
-def _priority(name: str | None) -> Priority | None:
-    if name is None:
-        return None
-    try:
-        return Priority[name.strip().upper()]
-    except KeyError:
-        raise BadRequest("x-priority: must be critical, standard or batch", param="x-priority") from None
 
 
 def _all(call: QuotaCall) -> QuotaReply:

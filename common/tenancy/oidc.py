@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import httpx
@@ -25,6 +25,7 @@ import msgspec
 import structlog
 
 from common import clock
+from common.config import OidcIssuer
 from common.errors import AccessError, ConfigError, Unauthenticated
 
 log = structlog.get_logger()
@@ -38,20 +39,6 @@ MAX_AGE_S: Final = 86_400.0  # keys that could not be fetched anew for so long a
 MIN_RSA_BITS: Final = 2048
 FETCH_TIMEOUT_S: Final = 5.0
 KINDS: Final = {"RSA": ("RS", "PS"), "EC": ("ES",), "OKP": ("EdDSA",)}  # of keys, and the algorithms they are for
-
-
-class Issuer(Protocol):
-    """One provider, from the configuration (`tenants.oidc`)."""
-
-    issuer: str
-    audience: tuple[str, ...]
-    jwks_url: str
-    algorithms: tuple[str, ...]
-    tenant_claim: str
-    tenant: str
-    leeway_s: float
-    refresh_s: float
-    ca_file: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +60,7 @@ class KeysUnavailable(AccessError):  # noqa: N818 - the tree names conditions
 class _Keys:
     """The keys of one issuer, fetched in the background."""
 
-    def __init__(self, issuer: Issuer) -> None:
+    def __init__(self, issuer: OidcIssuer) -> None:
         self.issuer = issuer
         self.by_id: dict[str, jwt.PyJWK] = {}
         self.fetched_at: float | None = None  # the last success
@@ -141,7 +128,7 @@ class _Keys:
 class Oidc:
     """Checks tokens of the issuers that are configured. `run` has to run beside."""
 
-    def __init__(self, issuers: Sequence[Issuer]) -> None:
+    def __init__(self, issuers: Sequence[OidcIssuer]) -> None:
         self._keys = {issuer.issuer: _Keys(issuer) for issuer in issuers}
         self._known: OrderedDict[bytes, Verified] = OrderedDict()
 

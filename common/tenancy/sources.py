@@ -102,14 +102,14 @@ class StoredTenants:
     """
 
     def __init__(self, store: MembershipStore, root: str) -> None:
-        self._store = store
+        self.store = store
         self.prefix = f"{root.rstrip('/')}-tenants/"
         self._read: dict[str, tuple[bytes, BaseModel | None]] = {}  # what was read of each value
 
     async def watch(self) -> AsyncGenerator[Directory, None]:
         """See TenantSource. With the store gone, what was known last goes on."""
         known = False
-        async with aclosing(self._store.watch(self.prefix)) as snapshots:
+        async with aclosing(self.store.watch(self.prefix)) as snapshots:
             async for snapshot in snapshots:
                 if snapshot.stale and (known or not snapshot.values):
                     continue
@@ -118,21 +118,21 @@ class StoredTenants:
 
     async def put_tenant(self, name: str, spec: TenantSpec) -> None:
         """Create a tenant or replace what it may. Raises StoreUnavailable."""
-        await self._store.put(f"{self.prefix}tenants/{name}", _json(spec))
+        await self.store.put(f"{self.prefix}tenants/{name}", _json(spec))
 
     async def delete_tenant(self, name: str, keys: list[KeySpec]) -> None:
         """Delete a tenant after its keys. Raises StoreUnavailable; then it may be done again."""
         for key in keys:
-            await self._store.delete(f"{self.prefix}keys/{key.id}")
-        await self._store.delete(f"{self.prefix}tenants/{name}")
+            await self.store.delete(f"{self.prefix}keys/{key.id}")
+        await self.store.delete(f"{self.prefix}tenants/{name}")
 
     async def put_key(self, tenant: str, key: KeySpec) -> None:
         """Keep a key, or change what is kept of it. Raises StoreUnavailable."""
-        await self._store.put(f"{self.prefix}keys/{key.id}", _json(_StoredKey(tenant=tenant, **dict(key))))
+        await self.store.put(f"{self.prefix}keys/{key.id}", _json(_StoredKey(**{**dict(key), "tenant": tenant})))
 
     async def delete_key(self, id_: str) -> None:
         """Forget a key: it is refused from now on. Raises StoreUnavailable."""
-        await self._store.delete(f"{self.prefix}keys/{id_}")
+        await self.store.delete(f"{self.prefix}keys/{id_}")
 
     def _directory(self, snapshot: Snapshot) -> Directory:
         tenants: dict[str, TenantSpec] = {}

@@ -17,6 +17,7 @@ from typing import Final, Protocol
 import msgspec
 import structlog
 
+from common.config import Price
 from common.errors import StoreUnavailable
 from common.store.redis_calls import RedisCalls
 
@@ -50,14 +51,6 @@ class UsageRecord(msgspec.Struct, kw_only=True):
     ending: str
     served_by: str  # region/cluster/instance
     duration_s: float
-
-
-class Price(Protocol):
-    """Of a model, US dollars for a million tokens."""
-
-    input_usd: float
-    cached_input_usd: float | None
-    output_usd: float
 
 
 def cost_micro_usd(prices: Mapping[str, Price], model: str, input_tokens: int, cached: int, output_tokens: int) -> int:

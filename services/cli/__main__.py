@@ -138,11 +138,13 @@ def trace(
         typer.echo(line)
 
 
-ELSEWHERE = {  # commands whose options stand in a module of their own, which takes long to import
+ELSEWHERE = {  # commands, and groups of them, that stand in a module of their own, which takes long to import
     "bench": ("services.bench.__main__", "bench"),
     "demo": ("services.demo.__main__", "demo"),
+    "key": ("services.cli.tenants", "key"),
     "engine": ("services.engine_sim.__main__", "command"),
     "sim": ("services.sim.__main__", "sim"),
+    "tenant": ("services.cli.tenants", "tenant"),
 }
 
 
@@ -152,7 +154,11 @@ def main() -> None:
     here = {c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands}
     for name, (module, function) in ELSEWHERE.items():
         if asked == name or asked not in {*here, *ELSEWHERE}:  # the second: --help, or a slip, which lists them all
-            app.command(name)(getattr(import_module(module), function))
+            found = getattr(import_module(module), function)
+            if isinstance(found, typer.Typer):
+                app.add_typer(found, name=name)
+            else:
+                app.command(name)(found)
     app()
 
 
