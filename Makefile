@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup docs compose demo sim test check lock proto clean
+.PHONY: setup tools docs compose charts demo sim test check lock proto clean
 
 # The stamp's name has the lock file's checksum, so an unchanged lock costs nothing and a changed one is installed.
 STAMP := $(VENV)/.installed-$(shell cksum requirements.lock pyproject.toml | cksum | cut -d' ' -f1)
@@ -18,6 +18,18 @@ $(STAMP):
 	@touch $@
 
 setup: $(STAMP)
+
+# Programs for some tests and for the documents' site; without them those tests are skipped. Some 150 MB.
+TOOLS := .tools/.installed-$(shell cksum requirements-tools.lock | cut -d' ' -f1)
+
+$(TOOLS):
+	rm -rf .tools
+	$(PYTHON) -m venv .tools
+	.tools/bin/pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements-tools.lock
+	.tools/bin/python tests/tools.py
+	@touch $@
+
+tools: $(TOOLS)
 
 demo: $(STAMP)
 	@$(BIN)/headwater demo $(ARGS)
@@ -39,7 +51,10 @@ check: $(STAMP)
 UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header pyproject.toml
 lock:  # needs uv
 	$(UV_COMPILE) --all-extras -o requirements.lock
-	$(UV_COMPILE) --extra build --extra security -c requirements.lock -o requirements-run.lock
+	$(UV_COMPILE) --extra build --extra discovery --extra security -c requirements.lock -o requirements-run.lock
+	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
+	  $(patsubst %,--no-emit-package %,aws-cdk-lib aws-cdk-asset-awscli-v1 aws-cdk-asset-node-proxy-agent-v6 \
+	  aws-cdk-cloud-assembly-schema jsii constructs publication typeguard) requirements-tools.in -o requirements-tools.lock
 
 proto: $(STAMP)
 	cd common/proto && ../../$(BIN)/python -m grpc_tools.protoc -I../.. --python_out=../.. --pyi_out=../.. --grpc_python_out=../.. ../../common/proto/load.proto
@@ -50,5 +65,8 @@ docs: $(STAMP)
 compose: $(STAMP)
 	$(BIN)/python deploy/compose/generate.py
 
+charts: $(STAMP)
+	$(BIN)/python deploy/kubernetes/schemas.py
+
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .tools dist build .mypy_cache .ruff_cache .pytest_cache

@@ -28,7 +28,7 @@ MODEL = "fake-model"
 FLUSH_S = 0.01  # left to bytes already written before a connection is broken on purpose
 ALL = 1 << 30  # `cut_after`: when everything but the proper end of the body was sent
 BEFORE_HEAD = -1  # `cut_after`: instead of an answer
-LOOKS = ("/v1/models", "/health", "/metrics", "/version")
+LOOKS = ("/v1/models", "/health", "/metrics", "/version", "/props", "/info", "/", "/v2", "/api-description", "/ping")
 
 
 def event(value: object) -> bytes:

@@ -7,12 +7,13 @@ pool is computed when the pool changes, what depends on the request in `pick`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import exp, inf, log
 from random import Random
+from statistics import median
 
 from common.policy.candidate import NOTHING, Candidate, Limits, PoolFacts
 from common.policy.ewma import DecayingSum
@@ -23,7 +24,7 @@ from common.policy.prediction import UNFIT, Terms, alike, class_speed, marginal_
 from common.policy.quote import QUOTE_INSTANCES, class_means
 from common.policy.scorers import Scorer
 from common.policy.server import Server, Sums
-from common.policy.speed import NOISE, SpeedEstimate
+from common.policy.speed import NOISE, SpeedEstimate, off_by
 from common.policy.weights import Coefficients, Weights
 from common.types import (
     Decision,
@@ -54,7 +55,8 @@ PROMPTS_REMEMBERED = 65_536  # of a pool that is too large to look at each mirro
 TRIAL_EVERY = 32  # one pick of so many may go to an instance that is not known yet,
 TRIAL_COST = 4.0  # if it is not predicted to cost more than so many times the cheapest
 TRIAL_SAMPLES = 3  # answers after which an instance is known
-CLASS_LEAST = 8  # answers after which a class says something of the model, and so of the other classes
+CLASS_LEAST = 3  # answers after which a class goes by its own
+OFF_BY_KEPT = 31  # latest answers that say by how much the priors are off
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,8 @@ class Balancer:
         self._looked_at = 0.0
         self._gone: dict[str, Candidate] = {}  # left the pool with requests still running
         self._classes: dict[Class, SpeedEstimate] = {}  # what all instances alike have taught
+        self._off_by: dict[frozenset[str], deque[float]] = {}  # models -> logs of how far off the priors were of late
+        self._taught = 0  # samples of all classes
         self._unknown: set[str] = set()  # instances whose speed few answers have told of yet
         self._held: dict[int, _Held] = {}
         self._next = 0
@@ -183,21 +187,20 @@ class Balancer:
         self._qualified.clear()
 
     def _share_class(self, c: Candidate) -> None:
-        """One with hardly an answer of its own is taken for as fast as its like, or its class scaled as others are."""
+        """One with hardly an answer of its own is taken for as fast as its like, or its class for as far off as all."""
         if c.estimates[0].samples >= TRIAL_SAMPLES:
             return
         known = self._classes.get(_class_of(c.endpoint))
-        if known is not None and known.samples:
-            speed = _as_fast_as(known.speed, c.server.speed)
-        else:
-            models = c.endpoint.models
-            said = [log(e.common) for (_, m), e in self._classes.items() if m == models and e.samples >= CLASS_LEAST]
-            if not said:
-                return
-            # The priors are of one size of model: that this one is larger is what all classes have in common.
-            speed = _scaled(c.endpoint.capacity or class_speed(c.endpoint.gpu), exp(sum(said) / len(said)))
-        c.estimates = [SpeedEstimate(speed)]
-        c.server.runs_at(speed)
+        prior = _as_fast_as(known.speed, c.server.speed) if known is not None else self._prior(c)
+        if prior != c.estimates[0].prior:
+            c.estimates[0].begin_from(prior)
+            c.server.runs_at(c.estimates[0].speed)
+
+    def _prior(self, c: Candidate) -> Speed:
+        """The prior of its class, as many times slower as answers of this model were than theirs."""
+        prior = c.endpoint.capacity or class_speed(c.endpoint.gpu)
+        seen = self._off_by.get(c.endpoint.models)
+        return _scaled(prior, exp(median(seen))) if seen else prior
 
     def _pool_changed(self) -> None:
         self._qualified.clear()
@@ -207,6 +210,8 @@ class Balancer:
         alive = {_class_of(c.endpoint) for c in candidates}
         for gone in self._classes.keys() - alive:
             del self._classes[gone]
+        for models in self._off_by.keys() - {models for _, models in alive}:
+            del self._off_by[models]
         self._pool.weighted = any(c.endpoint.weight != 1.0 for c in candidates)
         self._pool.alike = len(self.parent) == 2 and len(candidates) > 1 and alike([c.server.speed for c in candidates])
         self._pool.priced = any(
@@ -602,19 +607,31 @@ class Balancer:
                 self._unknown.discard(c.endpoint.id)
 
     def _teach_class(self, c: Candidate, *sample: float) -> None:
-        """Until a class is known well, each of its instances' answers teach those that have none yet."""
+        """Until a class is known well, each of its instances' answers teach those that have none yet.
+
+        Priors are of one size of model, so the first thing answers say is by how much all of them are off. It goes to
+        all classes at once: whoever answers first would else look slow beside those that have not answered, and these
+        be flooded.
+        """
         alike = _class_of(c.endpoint)
         known = self._classes.get(alike)
-        if known is None:
-            known = self._classes[alike] = SpeedEstimate(c.endpoint.capacity or class_speed(c.endpoint.gpu))
-        if known.samples >= CLASS_SAMPLES:
+        if known is not None and known.samples >= CLASS_SAMPLES:
             return
+        seen = self._off_by.setdefault(c.endpoint.models, deque(maxlen=OFF_BY_KEPT))
+        if (ratio := off_by(c.endpoint.capacity or class_speed(c.endpoint.gpu), *sample[:5])) > 0.0:
+            seen.append(log(ratio))
+        prior = self._prior(c)
+        if known is None:
+            known = self._classes[alike] = SpeedEstimate(prior)
+        elif known.samples < CLASS_LEAST:
+            known.begin_from(prior)
         known.learn(*sample)
-        if known.samples & (known.samples - 1):
+        self._taught += 1
+        if known.samples & (known.samples - 1) and self._taught & (self._taught - 1):
             return  # told at powers of two: enough to follow, and cheap in a pool of thousands
         for id_ in self._unknown:
             other = self.candidates.get(id_)
-            if other is not None and (known.samples == CLASS_LEAST or _class_of(other.endpoint) == alike):
+            if other is not None:
                 self._share_class(other)
 
     # -- what is told to the tier above ------------------------------------------------------------------------------

@@ -63,24 +63,20 @@ class SpeedEstimate:
         self._drift = [0.0, 0.0]  # accumulated errors above and below
         self._ratio = 0.0  # log of seen over expected, averaged over the latest few samples
 
-    @property
-    def common(self) -> float:
-        """How many times slower than its prior it is at a step of decoding."""
-        return self._scale * self._factors[0]
+    def begin_from(self, prior: Speed) -> None:
+        """There is a better prior, which has in it what the few samples so far said."""
+        shift = log(prior.alpha_s / self.prior.alpha_s)
+        self._first = [off - shift for off in self._first]
+        self._scale, self._factors, self._covariance = 1.0, [1.0, 1.0, 1.0, 1.0], _start()
+        self.prior = self.speed = prior
 
     def learn(self, seconds: float, tokens: float, n: float, k: float, prompt: float, noise: float = NOISE) -> None:
         """Take one span of a request in: `tokens` decoded in `seconds` beside n sequences with K tokens of context.
 
         `prompt` tokens were read on the server meanwhile. `noise` is the sample's relative standard deviation.
         """
-        q, s = self.prior, self._scale
-        parts = (
-            tokens * q.alpha_s * s,
-            tokens * n * q.beta_s * s,
-            tokens * k * q.gamma_s * s,
-            prompt / q.prefill_tokens_per_s * s,
-        )
-        expected = parts[0] + parts[1] + parts[2] + parts[3]
+        parts = [part * self._scale for part in _parts(self.prior, tokens, n, k, prompt)]
+        expected = sum(parts)
         if expected <= 0.0 or seconds <= 0.0:
             return
         ratio = seconds / expected
@@ -143,6 +139,16 @@ class SpeedEstimate:
             gamma_s=q.gamma_s * s * x[2],
             prefill_tokens_per_s=q.prefill_tokens_per_s / (s * x[3]),
         )
+
+
+def off_by(v: Speed, seconds: float, tokens: float, n: float, k: float, prompt: float) -> float:
+    """Seconds a span of a request took over those it should take at this speed (see `learn`); 0 if it says nothing."""
+    expected = sum(_parts(v, tokens, n, k, prompt))
+    return seconds / expected if expected > 0.0 and seconds > 0.0 else 0.0
+
+
+def _parts(v: Speed, tokens: float, n: float, k: float, prompt: float) -> tuple[float, float, float, float]:
+    return tokens * v.alpha_s, tokens * n * v.beta_s, tokens * k * v.gamma_s, prompt / v.prefill_tokens_per_s
 
 
 def _start() -> list[list[float]]:

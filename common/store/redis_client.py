@@ -6,7 +6,7 @@
     redis+cluster://[user:password@]host:port,host:port                   or rediss+cluster://…
 
 redis-py's own options may follow as a query, such as `?ssl_ca_certs=/etc/ca.pem`. User and password are those of the
-servers; `sentinel_password` in the query is the sentinels' own.
+servers; `sentinel_password` in the query is the sentinels' own. TLS is spoken with both or with neither.
 
 By default redis-py tries a command ten times over, waits 5 s for a reply and opens each connection with a handshake.
 Here it does none of this: the store decides what to try again, and for how long.
@@ -88,6 +88,7 @@ def _sentinel(hosts: list[tuple[str, int]], path: str, options: dict[str, Any]) 
     retry = Retry(NoBackoff(), 0)
     timeout_s = options["socket_connect_timeout"]
     own = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "retry": retry, "protocol": 2}
+    own |= {name: value for name, value in options.items() if name.startswith("ssl")}
     password = options.pop("sentinel_password", None)
     if password:
         own["password"] = password

@@ -15,6 +15,7 @@ from common.membership import Membership
 from common.store.etcd import EtcdMembershipStore, EtcdTls
 from services.agent.agent import Agent
 from services.agent.config import AgentConfig
+from services.agent.sources.sources import Sources
 
 log = structlog.get_logger()
 
@@ -38,16 +39,16 @@ async def run(config: AgentConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled)
     store = _store(config)
-    agent = Agent(
-        config,
-        Membership(store, ttl_s=config.etcd.ttl_s, root=config.etcd.prefix),
-        Random(secrets.randbits(64)),
-    )
+    rng = Random(secrets.randbits(64))
+    agent = Agent(config, Membership(store, ttl_s=config.etcd.ttl_s, root=config.etcd.prefix), rng)
+    sources = Sources(config, agent.reconfigure, rng)
     try:
         await agent.start()
+        sources.start()
         await _wait_for(store, config, stop)
         await stop.wait()
     finally:
+        await sources.close()
         await agent.close()
         await store.close()
 

@@ -14,7 +14,7 @@ import structlog
 
 from common import clock
 from common.errors import ConfigError, StoreError
-from common.reporting import ReportServer
+from common.reporting import ReportServer, Tls
 from common.types import Endpoint, LoadReport, Path
 from services.agent.accelerators import LocalAccelerators
 from services.agent.config import LOOPBACKS, AgentConfig
@@ -49,7 +49,8 @@ class Agent:
     def __init__(self, config: AgentConfig, registry: Registry, rng: Random) -> None:
         self.config = config
         self.path: Path = (config.region, config.cluster)
-        self.reports = ReportServer()
+        tls = config.tls
+        self.reports = ReportServer(tls=Tls(tls.cert_file, tls.key_file, tls.ca_file) if tls.cert_file else None)
         self.monitor: InstanceMonitor | None = None
         self._registry = registry
         self._rng = rng

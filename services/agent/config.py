@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from common.config import NAME, Etcd, HostPort, Log, Name, Section, Url
 from services.agent.engines import ADAPTERS, adapter_for
+from services.agent.sources.config import Discovery
 
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", "[::]", ""})
 LOOPBACKS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -60,6 +61,23 @@ class InstanceConfig(Section):
         return urlsplit(self.url).hostname or ""
 
 
+class ReportsTls(Section):
+    """TLS of the load reports offered here; balancers with a certificate of their own ask for it."""
+
+    cert_file: str = ""
+    """Certificate chain of this process (PEM), read when it starts."""
+    key_file: str = ""
+    """Its key."""
+    ca_file: str = ""
+    """Authority that signs balancers' certificates: whoever has none of it gets no report."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if bool(self.cert_file) != bool(self.key_file) or (self.ca_file and not self.cert_file):
+            raise ValueError("cert_file and key_file go together, and ca_file with them")
+        return self
+
+
 class AgentConfig(Section):
     """All settings of one agent process."""
 
@@ -75,8 +93,10 @@ class AgentConfig(Section):
     """Host under which balancers reach this process; default: the host of `listen`."""
     log: Log = Log()
     etcd: Etcd = Etcd(urls=("http://127.0.0.1:2379",))
+    tls: ReportsTls = ReportsTls()
     instances: tuple[InstanceConfig, ...] = ()
     """The servers beside it."""
+    discovery: Discovery = Discovery()
     scrape_interval_s: Annotated[float, Field(ge=0.2, le=60.0)] = 1.0
     """A server is looked at this often."""
     scrape_timeout_s: Annotated[float, Field(ge=0.05, le=60.0)] = 2.0

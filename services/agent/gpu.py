@@ -90,13 +90,13 @@ class GpuSampler:
             devices, state = self._sample()
             now = clock.now()
             self._note(state)
-            self._latest = (now, devices)
             lost = any(d.lost for d in devices)
             # A call that hung leaves NVML in doubt, a lost GPU is found again only by a new session.
             if now - began > self.stale_s or (lost and now - opened_at > self.retry_s):
                 self._nvml.close()
                 opened_at = now
             pause = self.interval_s if devices else min(2.0 * pause, self.retry_s)
+            self._latest = (now if devices else now + pause, devices)  # no figures are not stale while none are due
             self._stop.wait(pause)
         self._nvml.close()
 

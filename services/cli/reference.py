@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from common.config import OidcIssuer, Price, TierConfig
 from services.agent.config import AgentConfig
-from services.agent.config import InstanceConfig as Server
 from services.instance_lb.config import InstanceConfig
 from services.up.config import UpConfig
 
@@ -41,33 +40,38 @@ def page() -> str:
         _table("", up_only),
         "## `headwater agent`\n",
         *_tables(AgentConfig),
-        "### `instances`: each server\n",
-        _table("instances[].", list(Server.model_fields.items())),
     ]
     return "\n".join(parts)
 
 
-def _tables(model: type[BaseModel]) -> Iterator[str]:
-    flat = [(n, f) for n, f in model.model_fields.items() if _section(f) is None]
-    yield _table("", flat)
-    for name, field in model.model_fields.items():
-        section = _section(field)
-        if section is not None:
-            doc = (section.__doc__ or "").strip().splitlines()[0]
-            yield f"### `{name}`: {doc}\n"
-            yield _table(f"{name}.", list(section.model_fields.items()))
+def _tables(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """A table of its own keys, then one for each section in it and each list of sections, at any depth."""
+    kinds = {name: _section(field) for name, field in model.model_fields.items()}
+    flat = [(name, field) for name, field in model.model_fields.items() if kinds[name] is None]
+    if flat:
+        yield _table(prefix, flat)
+    for name, kind in kinds.items():
+        if kind is not None:
+            section, key = kind[0], f"{prefix}{name}{kind[1]}"
+            doc = " ".join((section.__doc__ or "").strip().split("\n\n")[0].split())
+            yield f"### `{key}`: {doc}\n"
+            yield from _tables(section, f"{key}.")
 
 
-def _section(field: FieldInfo) -> type[BaseModel] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+def _section(field: FieldInfo) -> tuple[type[BaseModel], str] | None:
+    """The section that a field is, with "", or is a list of, with "[]"."""
+    kind, more = field.annotation, ""
+    if get_origin(kind) is tuple:
+        kind, more = get_args(kind)[0], "[]"
+    return (kind, more) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _table(prefix: str, fields: Any) -> str:
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in fields:
         default = "needed" if field.is_required() else _shown(field)
-        rows.append(f"| `{prefix}{name}` | {default} | {field.description or ''} |")
+        meaning = " ".join((field.description or "").split())
+        rows.append(f"| `{prefix}{name}` | {default} | {meaning} |")
     return "\n".join(rows) + "\n"
 
 

@@ -17,11 +17,13 @@ WAIT_S = 60.0  # for something to be seen in the traffic's counts, which are wri
 class Stack:
     """`run` a compose command; `state` is what the traffic counted so far."""
 
-    def __init__(self, file: Path, port: int, admin_port: int) -> None:
+    def __init__(
+        self, file: Path, port: int, other_port: int, variables: tuple[str, str] = ("HTTP_PORT", "ADMIN_PORT")
+    ) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        self.admin_url = f"http://127.0.0.1:{admin_port}"
+        self.admin_url = f"http://127.0.0.1:{other_port}"
         self._compose = ["docker", "compose", "--file", str(file), "--project-name", PROJECT]
-        self._env = {**os.environ, "HTTP_PORT": str(port), "ADMIN_PORT": str(admin_port)}
+        self._env = {**os.environ, variables[0]: str(port), variables[1]: str(other_port)}
 
     def run(self, *arguments: str, timeout_s: float = 120.0) -> str:
         """Run it and return its output; when it fails, say why."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from common.policy.balancer import Policy
 from common.policy.stages import POLICIES, policy_named
 from common.sim.fleet import FLEETS, machine
+from common.sim.instance import as_fast_as
 from common.sim.measures import Measures, measure
 from common.sim.records import Ending
 from common.sim.scenarios.recovery import burst, distance, fresh, slowed
@@ -62,6 +64,15 @@ def test_on_like_servers_it_is_no_worse_than_least_connections() -> None:
     ours_, lc = served("predicted_completion", "homog8", 0.8), served("least_connections", "homog8", 0.8)
     assert (ours_.e2e_s.mean or 0.0) < 1.02 * (lc.e2e_s.mean or 0.0)
     assert (ours_.ttft_s.p99 or 0.0) < 1.05 * (lc.ttft_s.p99 or 0.0)
+
+
+def test_a_model_that_is_far_larger_than_the_priors_is_served_as_well_from_the_start() -> None:
+    def mean_s(pace: float) -> float:
+        fleet = tuple(replace(kind, speed=as_fast_as(kind.speed, pace)) for kind in FLEETS["mixed16"])
+        strong, rows = at_load(fleet, 0.85, 60.0 / pace, 2)
+        return pace * (measure(simulate(Setup(strong, ours), rows, 2), warm_up=0.0).e2e_s.mean or 0.0)
+
+    assert mean_s(0.2) < 1.05 * mean_s(1.0)
 
 
 # -- change ------------------------------------------------------------------------------------------------------------

@@ -523,6 +523,28 @@ def test_a_class_nothing_is_known_of_is_scaled_as_the_others_proved_to_be() -> N
     assert other == class_speed("l4")  # of another model they say nothing
 
 
+def test_the_first_answer_says_of_all_classes_how_far_off_they_are() -> None:
+    """Else the first to answer looks slow beside those that have not answered yet, and these are flooded."""
+    balancer = balancer_of(instance("a", gpu="h100"), instance("b", gpu="a100"), instance("c", gpu="l4"))
+    before = {id_: c.own[0].speed.alpha_s for id_, c in balancer.candidates.items()}
+    taught(balancer, times=6.0, requests=1)
+    for id_, c in balancer.candidates.items():
+        assert c.own[0].speed.alpha_s / before[id_] == pytest.approx(6.0, rel=0.2)
+
+
+def test_requests_that_were_under_way_when_the_class_taught_it_still_teach_an_instance() -> None:
+    balancer = balancer_of(instance("a"), instance("b"))
+    v = class_speed("h100")
+    picks = [picked(balancer) for _ in range(8)]
+    for pick in picks:
+        balancer.first_token(pick.reservation, 0.1)
+    for number, pick in enumerate(picks):
+        done(balancer, pick, 0.1 + (4.0 + 0.1 * number) * 99 * v.alpha_s, Outcome.SUCCESS, output_tokens=100)
+    for c in balancer.candidates.values():
+        assert c.estimates[0].samples == 4
+        assert c.own[0].speed == c.estimates[0].speed
+
+
 def test_an_instance_whose_prior_is_far_too_slow_is_tried_and_then_known() -> None:
     """`b` is as fast as `a`, and nobody would ever see it: alone it never comes first."""
     slow_prior = replace(class_speed("h100"), alpha_s=0.014, prefill_tokens_per_s=12_000)

@@ -42,6 +42,15 @@ def test_nothing_learned_is_the_prior() -> None:
     assert SpeedEstimate(ROUND).speed == ROUND
 
 
+def test_a_better_prior_is_taken_over_and_the_first_samples_count_against_it() -> None:
+    estimate = SpeedEstimate(ROUND)
+    taught(estimate, slower(9.0), FIRST - 1, Random(3), noise=0.0)
+    estimate.begin_from(slower(3.0))
+    assert estimate.speed == slower(3.0)
+    taught(estimate, slower(9.0), 1, Random(4), noise=0.0)
+    assert constants(estimate.speed) == pytest.approx(constants(slower(9.0)), rel=0.01)
+
+
 @pytest.mark.parametrize("by", [0.01, 0.3, 0.5, 1.0, 2.0, 9.0, 100.0])
 def test_it_converges_to_a_server_that_is_slower_or_faster_throughout(by: float) -> None:
     estimate = SpeedEstimate(ROUND)

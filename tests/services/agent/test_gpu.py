@@ -254,6 +254,27 @@ def test_a_call_that_hangs_costs_figures_and_nobody_waits(stub: Stub, sampler: G
     shown(sampler, lambda d: stub.inits == 2)  # a session that hung is not trusted
 
 
+def test_a_host_without_a_driver_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked less and less often, and each of these pauses is longer than a sample may be old."""
+
+    def sample(_: Nvml) -> tuple[Device, ...]:
+        asked.append(clock.now())
+        raise NvmlError("unavailable (12)")
+
+    asked: list[float] = []
+    monkeypatch.setattr(Nvml, "sample", sample)
+    sampler = GpuSampler(interval_s=0.02, stale_s=0.1, retry_s=0.4)
+    with capture_logs() as logs:
+        sampler.start()
+        deadline = time.monotonic() + 10.0
+        while len(asked) < 8:
+            assert time.monotonic() < deadline
+            assert sampler.devices(clock.now()) == ()
+            time.sleep(0.01)
+        sampler.close()
+    assert [log["event"] for log in logs] == ["gpu_telemetry"]
+
+
 def test_closing_does_not_wait_for_a_call_that_hangs(stub: Stub, sampler: GpuSampler) -> None:
     shown(sampler, len)
     stub.blocked = 1
