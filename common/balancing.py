@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from random import Random
 
-from common import clock
+from common import clock, orca
 from common.policy.balancer import Balancer, Policy
 from common.policy.candidate import Limits
 from common.policy.health import Breaker, State
@@ -77,18 +77,30 @@ class Balancing:
         for balancer in self.balancers.values():
             if len(balancer.parent) == 2:
                 for candidate in balancer.candidates.values():
-                    for model in candidate.endpoint.models:
+                    for model in candidate.endpoint.offers:
                         self._models[model] = now
         if len(self._models) > MODELS_REMEMBERED:
             oldest = sorted(self._models, key=lambda m: self._models[m])
             for model in oldest[: len(oldest) - MODELS_REMEMBERED]:
                 del self._models[model]
 
+    def replicas(self, node: Path, ids: frozenset[str]) -> None:
+        """The other balancers of a node that are alive."""
+        balancer = self.balancers.get(node)
+        if balancer is not None:
+            balancer.replicas(ids, clock.now())
+
     def report(self, parent: Path, report: LoadReport) -> None:
         """An endpoint's report on its load."""
         balancer = self.balancers.get(parent)
         if balancer is not None:
             balancer.report(report, clock.now())
+
+    def engine_load(self, route: Route, load: orca.EngineLoad) -> None:
+        """What the server of a route said of its own load when it answered."""
+        id_ = route.endpoint.id
+        said = LoadReport(id_, kv_utilization=load.kv_utilization, running=load.running, waiting=load.waiting)
+        self.balancers[route.hops[-1].path].answered_with(id_, said, clock.now())
 
     def round_trip(self, path: Path, seconds: float) -> None:
         """A measured round trip to an endpoint."""
@@ -172,6 +184,7 @@ class Balancing:
         outcome: Outcome,
         *,
         output_tokens: float | None = None,
+        cached_tokens: float | None = None,
         unreachable: bool = False,
         retry_after_s: float | None = None,
     ) -> None:
@@ -186,6 +199,7 @@ class Balancing:
             outcome,
             now,
             output_tokens=output_tokens,
+            cached_tokens=cached_tokens,
             unreachable=unreachable,
             retry_after_s=retry_after_s,
         )
@@ -203,7 +217,7 @@ class Balancing:
             if len(path) == 2:
                 for candidate in balancer.candidates.values():
                     if candidate.phase is Phase.SERVING:
-                        found |= candidate.endpoint.models
+                        found |= candidate.endpoint.offers
         return frozenset(found)
 
     @property

@@ -17,6 +17,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from common.errors import ConfigError
+from common.policy.placement import Needs, Rule
+from common.types import Priority
 
 Key = tuple[str | int, ...]
 """Where a value stands: ("limits", "header_timeout_s")."""
@@ -108,6 +110,17 @@ class Retry(Section):
     """Retries as a share of recent requests, on top of a few a second."""
 
 
+class QueueSection(Section):
+    """The waiting room, for requests that nobody has room for. The tier that a request enters by holds it."""
+
+    max_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 1000
+    """Requests that may wait; further ones are refused at once, and 0 refuses all."""
+    max_tokens: Annotated[int, Field(ge=1)] = 4_000_000
+    """And tokens of them: prompts, and expected answers twice."""
+    timeout_s: Annotated[float, Field(ge=1.0, le=86_400.0)] = 30.0
+    """A request waits at most this long, then it is refused."""
+
+
 class Health(Section):
     """When an endpoint is left alone for its answers."""
 
@@ -134,6 +147,94 @@ class PolicySection(Section):
     """How every stage chooses: predicted_completion, round_robin or least_connections."""
     price_weight_s_per_usd: Annotated[float, Field(ge=0.0)] = 1e4
     """Seconds that a dollar weighs; a typical request costs about 1e-4 $."""
+
+
+Globs = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=512)], ...], Field(max_length=256)]
+GpuClasses = Annotated[frozenset[Annotated[str, Field(pattern=r"^[a-z0-9-]{1,32}$")]], Field(max_length=64)]
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]{0,64}$")]
+Labels = Annotated[Mapping[Annotated[Label, Field(min_length=1)], Label], Field(max_length=64)]
+
+
+class PlacementRule(Section):
+    """One rule: which requests it is for, and which servers those need. What is left out holds for all."""
+
+    models: Globs = ()
+    """Requests for these models; `*` and `?` stand for any text and any character."""
+    apis: Annotated[
+        tuple[Literal["openai", "anthropic", "kserve", "torchserve", "ollama"], ...], Field(max_length=5)
+    ] = ()
+    """Requests of these API families."""
+    operations: Globs = ()
+    """Requests of these kinds, as their paths name them: chat, embeddings, image_*, speech, transcription, …"""
+    priorities: frozenset[Literal["critical", "standard", "batch"]] = frozenset()
+    """Requests of these classes."""
+    tenants: Globs = ()
+    """Requests of these tenants."""
+    min_memory_gb: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Needed: accelerator memory of the server, 10^9 bytes."""
+    gpus: GpuClasses = frozenset()
+    """Needed: one of these classes."""
+    labels: Labels = {}
+    """Needed: all of these labels."""
+    exclusive: bool = False
+    """Whether servers with these labels are for these requests only."""
+    prefer_gpus: GpuClasses = frozenset()
+    """Preferred: these classes."""
+    prefer_labels: Labels = {}
+    """Preferred: servers with all of these labels."""
+    avoid_gpus: GpuClasses = frozenset()
+    """Avoided: these classes, unless one of them is idle."""
+    fastest: bool = False
+    """Whether they go where they are done first, whatever that costs others."""
+    prefer_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 1.0
+    """What a preference is worth: so many seconds they rather wait."""
+
+    @model_validator(mode="after")
+    def _has_labels(self) -> PlacementRule:
+        if self.exclusive and not self.labels:
+            raise ValueError("exclusive: labels say which servers")
+        return self
+
+
+class Placement(Section):
+    """What requests need of servers. All rules that are for a request hold together."""
+
+    rules: Annotated[tuple[PlacementRule, ...], Field(max_length=256)] = ()
+    """The rules."""
+    critical_to_fastest: bool = True
+    """Whether requests of the class critical go where they are done first, as by a rule `fastest`."""
+    adapter_load_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 1.0
+    """What it costs to go to a server that has to load the LoRA adapter first, seconds."""
+
+    def needs(self) -> Needs:
+        """The rules as policy has them."""
+        rules = [_rule(rule) for rule in self.rules]
+        if self.critical_to_fastest:
+            rules.append(Rule(priorities=frozenset({Priority.CRITICAL}), fastest=True))
+        return Needs(rules)
+
+
+def _rule(rule: PlacementRule) -> Rule:
+    return Rule(
+        rule.models,
+        rule.apis,
+        rule.operations,
+        frozenset(Priority[name.upper()] for name in rule.priorities),
+        rule.tenants,
+        rule.min_memory_gb,
+        rule.gpus,
+        _pairs(rule.labels),
+        rule.exclusive,
+        rule.prefer_gpus,
+        _pairs(rule.prefer_labels),
+        rule.avoid_gpus,
+        rule.fastest,
+        rule.prefer_s,
+    )
+
+
+def _pairs(labels: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(f"{key}={value}" for key, value in labels.items())
 
 
 class Affinity(Section):
@@ -366,9 +467,11 @@ class TierConfig(Section):
     limits: Limits = Limits()
     upstream: Upstream = Upstream()
     retry: Retry = Retry()
+    queue: QueueSection = QueueSection()
     health: Health = Health()
     drain: Drain = Drain()
     policy: PolicySection = PolicySection()
+    placement: Placement = Placement()
     affinity: Affinity = Affinity()
     etcd: Etcd = Etcd()
     redis: Redis = Redis()

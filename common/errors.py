@@ -4,6 +4,7 @@
     ├── RejectedError          never dispatched: safe to try elsewhere
     │   ├── Saturated          429  every endpoint is full
     │   ├── NoEndpoints        503  nothing that could serve this is alive
+    │   ├── Loading            503  whoever could serve this has not loaded the model yet
     │   ├── Draining           503  this balancer is leaving
     │   └── DeadlineExceeded   504  it cannot be answered in time
     ├── UpstreamError          dispatched to an endpoint, which failed
@@ -63,6 +64,12 @@ class NoEndpoints(RejectedError):  # noqa: N818
     """No endpoint that could serve the request is alive."""
 
     code = "no_endpoints"
+
+
+class Loading(RejectedError):  # noqa: N818
+    """The model is being loaded."""
+
+    code = "loading"
 
 
 class Draining(RejectedError):  # noqa: N818

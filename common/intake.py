@@ -130,6 +130,7 @@ class Intake:
             raise NoEndpoints("no instance is registered yet", retry_after_s=1.0)
         if not api.model_optional and not balancing.known(model) and not balancing.any_model():
             raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
+        record.input_bytes, record.input_items = ask.size, ask.items
         hints = apis.read_hints(exchange.header)
         input_tokens = self.inputs.expect(model, ask.size, ask.items)
         request = InferenceRequest(
@@ -145,11 +146,17 @@ class Intake:
             tenant=tenant,
             deadline_s=hints.deadline_s,
             slo=hints.slo,
+            operation=api.operation,
         )
         placement = await self._affinity.lookup(ask.session) if ask.session else None
         if placement is not None:
             request = replace(request, warm=placement.path, warm_tokens=placement.tokens)
         return request, hints.priority
+
+    def learn(self, record: RequestRecord, input_tokens: int) -> None:
+        """A server counted the prompt tokens of a request that was read here."""
+        if record.input_bytes:
+            self.inputs.learn(record.model, record.input_bytes, record.input_items, input_tokens)
 
     def _output_tokens(self, api: apis.Api, ask: apis.Ask, input_tokens: int, hints: apis.Hints, tenant: str) -> float:
         """As the client expects, or as learned; 0 for what does not generate."""

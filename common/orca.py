@@ -18,6 +18,8 @@ from typing import Any, Final, NamedTuple
 REQUEST: Final = (b"endpoint-load-metrics-format", b"TEXT")
 """What to send to be told."""
 HEADER: Final = b"endpoint-load-metrics"
+ENGINES: Final = ("vllm", "triton")
+"""Those that tell."""
 MAX_READ: Final = 2048  # bytes of a header that are read; vLLM's has 90
 MAX_FIGURES: Final = 64
 

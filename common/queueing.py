@@ -12,38 +12,53 @@ from collections.abc import Callable
 from math import inf
 
 from common import clock
-from common.errors import DeadlineExceeded, LBError, NoEndpoints, Saturated
+from common.errors import DeadlineExceeded, LBError, Loading, NoEndpoints, Saturated
 from common.policy.stages import Route
 from common.policy.waiting import Bounds, Waiter, WaitingRoom, cost_tokens
 from common.types import InferenceRequest, Shed
 
 RETRY_S = 0.05  # what changes with time alone (a server's pause is over) is noticed this soon
+WAITABLE = ("saturated", "loading")  # what time may mend
 
 Attempt = Callable[[], Route | Shed]
 
 
 class Queue:
-    """The waiting room of one process."""
+    """The waiting room of one process. `give_back` releases a route whose request left before it could take it."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, give_back: Callable[[Route], None]) -> None:
+        self.bounds = bounds
         self.room = WaitingRoom(bounds)
+        self._give_back = give_back
         self._waiting: dict[Waiter, tuple[Attempt, asyncio.Future[Route]]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    async def route(self, request: InferenceRequest, attempt: Attempt, shed: Shed) -> Route:
-        """Wait until `attempt` gives a route. Raises Saturated, NoEndpoints or DeadlineExceeded when it will not."""
+    def takes(self, shed: Shed) -> bool:
+        """Whether waiting may help: the reason passes, and does so before the time in the room is over."""
+        return (
+            shed.reason in WAITABLE
+            and self.bounds.max_requests > 0
+            and (shed.retry_after_s or 0.0) <= self.bounds.timeout_s
+        )
+
+    async def route(self, request: InferenceRequest, attempt: Attempt, shed: Shed, since: float) -> Route:
+        """Wait until `attempt` gives a route; `since` is when the request first came to wait (monotonic seconds).
+
+        Raises Saturated, Loading, NoEndpoints or DeadlineExceeded when it will not; `shed` says why it waits.
+        """
         now = clock.now()
         waiter = Waiter(
             request.model,
             request.tenant,
             request.priority,
             cost_tokens(request.input_tokens, request.output_tokens),
-            now,
-            inf if request.deadline_s is None else now + request.deadline_s,
+            since,
+            inf if request.deadline_s is None else since + request.deadline_s,
+            shed.reason,
         )
         refused = self.room.enter(waiter, now)
         if isinstance(refused, Shed):
-            raise _error(refused)
+            raise error_of(refused)
         if refused is not None:
             self._refuse(refused, Shed("saturated", self.room.expected_wait_s(now)))
         future: asyncio.Future[Route] = asyncio.get_running_loop().create_future()
@@ -51,6 +66,10 @@ class Queue:
         self._arm()
         try:
             return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._give_back(future.result())  # it was its turn in the very moment in which it left
+            raise
         finally:
             self.room.leave(waiter)
             self._waiting.pop(waiter, None)
@@ -60,28 +79,35 @@ class Queue:
         if not self._waiting:
             return
         now = clock.now()
-        for waiter in self.room.expired(now):
-            reason = "deadline_exceeded" if waiter.deadline <= now else "saturated"
-            self._refuse(waiter, Shed(reason, max(1.0, self.room.expected_wait_s(now))))
         stuck: set[str] = set()
         while True:
             first = next((w for w in self.room.in_order(now) if w.model not in stuck), None)
             if first is None:
                 return
             attempt, future = self._waiting[first]
-            route = Shed("") if future.done() else attempt()
+            if future.done():
+                self.room.leave(first)
+                continue
+            route = attempt()
             if isinstance(route, Route):
                 self.room.took(first, now)
                 future.set_result(route)
-            elif future.done():
-                self.room.leave(first)
-            else:
+            elif route.reason in WAITABLE:
                 stuck.add(first.model)  # others of this model would find nothing either
+            else:
+                self._refuse(first, route)  # what it waited for has gone
+                self.room.leave(first)
+
+    def _expire(self) -> None:
+        now = clock.now()
+        for waiter in self.room.expired(now):
+            reason = "deadline_exceeded" if waiter.deadline <= now else waiter.reason
+            self._refuse(waiter, Shed(reason, max(1.0, self.room.expected_wait_s(now))))
 
     def _refuse(self, waiter: Waiter, shed: Shed) -> None:
         entry = self._waiting.pop(waiter, None)
         if entry is not None and not entry[1].done():
-            entry[1].set_exception(_error(shed))
+            entry[1].set_exception(error_of(shed))
 
     def _arm(self) -> None:
         if self._timer is None:
@@ -89,14 +115,20 @@ class Queue:
 
     def _tick(self) -> None:
         self._timer = None
+        self._expire()
         self.wake()
         if self._waiting:
             self._arm()
 
 
-def _error(shed: Shed) -> LBError:
+def error_of(shed: Shed) -> LBError:
+    """What a client is told of a request that was shed while it waited."""
     if shed.reason == "deadline_exceeded":
         return DeadlineExceeded("it cannot be answered before its deadline", retry_after_s=shed.retry_after_s)
     if shed.reason == "saturated":
-        return Saturated("too many requests are waiting", retry_after_s=shed.retry_after_s)
+        return Saturated(
+            "no server has room for this, and too many wait already, or for too long", retry_after_s=shed.retry_after_s
+        )
+    if shed.reason == "loading":
+        return Loading("the model is being loaded", retry_after_s=shed.retry_after_s)
     return NoEndpoints(retry_after_s=shed.retry_after_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from common.types import Path, Score
+from common.types import Path, Pick
 
 
 class Ending(Enum):
@@ -27,15 +27,10 @@ class StageRecord:
     """One stage's decision."""
 
     path: Path  # the node whose children it chose among
-    chosen: str
-    policy: str
-    terms: tuple[str, ...]
-    scores: tuple[Score, ...]
+    pick: Pick  # its scores are looked at when somebody asks
     takeover: bool
     at: float
     span_id: str
-    predicted_ttft_s: float | None
-    predicted_total_s: float | None
 
 
 @dataclass(slots=True)
@@ -75,12 +70,16 @@ class RequestRecord:
     tenant: str = ""
     has_session: bool = False
     input_tokens: int = 0
+    input_bytes: int = 0  # of the prompt's text, where this process read it
+    input_items: int = 0  # images, clips and the like beside it
     output_tokens: float | None = None
     used_input_tokens: int | None = None  # by the server's own count; of these it had cached:
     used_cached_tokens: int | None = None
     predicted_output_tokens: float | None = None
     stages: list[StageRecord] = field(default_factory=list)
     attempts: list[AttemptRecord] = field(default_factory=list)
+    queued_at: float | None = None  # when it first came to wait here for a server with room
+    queued_s: float = 0.0  # how long it waited, all times together
     executions: int = 0  # servers that were sent it so far, by this tier and all others
     served_by: str = ""  # region/cluster/instance
     first_byte_at: float | None = None

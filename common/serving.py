@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
-from common import answers, apis, clock, tracecontext
+from common import answers, apis, clock, orca, tracecontext
 from common.affinity import Affinity
 from common.answers import Meaning
 from common.balancing import Balancing
@@ -22,6 +22,7 @@ from common.errors import (
     ConnectFailed,
     FirstByteTimeout,
     LBError,
+    Loading,
     NoEndpoints,
     RejectedError,
     ResetBeforeByte,
@@ -33,6 +34,8 @@ from common.intake import Intake
 from common.policy.admission import RetryBudget
 from common.policy.output_length import OutputLength
 from common.policy.stages import Route
+from common.policy.waiting import Bounds
+from common.queueing import WAITABLE, Queue, error_of
 from common.records import AttemptRecord, Ending, RequestRecord, StageRecord
 from common.relay import cors, heads
 from common.relay.body import Observer
@@ -50,9 +53,11 @@ from common.tenancy.gate import Admission, Gate, Used
 from common.types import InferenceRequest, Outcome, Path, Shed
 
 MAX_TRIES = 8  # hops tried for one request, refused connections and rejections included
+MAX_WAITS = 64  # times that a request waits for tiers that refused it for load, on top of the bounds of the room
 PEER_SLACK_S = 1.0  # by how much a tier waits longer than the one below it
 OVERLOAD = (429, 503, 529)
 RATE_LIMITS = b"x-ratelimit-"  # a server's own say nothing of the tenant's
+ORCA_REQUEST = heads.lines([orca.REQUEST])
 OUTCOMES = {  # of an answer that was passed on with a status of 500 or more; what is not here is a failure
     Meaning.OVERLOAD: Outcome.OVERLOADED,
     Meaning.LOADING: Outcome.OVERLOADED,
@@ -73,8 +78,10 @@ class _Carried:
     context: tracecontext.TraceContext
     headers: bytes  # the client's, as they go on
     visited: tuple[str, ...]
-    exclude: set[Path]
+    exclude: set[Path]  # failed it
     limits: heads.Headers  # of its tenant, for the answer
+    full: set[Path] = field(default_factory=set)  # refused it for load: asked again after it has waited
+    waits: int = 0  # for those that refused it
     peers_lost: int = 0
 
 
@@ -95,6 +102,7 @@ class Serving:
         budget_ratio: float,
         sample_ratio: float,
         rng: Random,
+        queue: Bounds,
         allowed_origins: tuple[str, ...] = (),
         dropped_headers: frozenset[bytes] = frozenset(),
         comment_s: float = 0.0,
@@ -111,6 +119,7 @@ class Serving:
         self.relay: Relay
         self.intake = Intake(balancing, affinity, signer, self.lengths, verified_peers=verified_peers, gate=gate)
         self.replies = Replies(allowed_origins)
+        self.queue = Queue(queue, lambda route: balancing.release(route, Outcome.IGNORED))
         self._local = local
         self._gate = gate
         self._attempts = attempts
@@ -213,8 +222,10 @@ class Serving:
         self._budget.request(clock.now())
         refusal: Answer | None = None
         failure: LBError | None = None
-        for _ in range(MAX_TRIES):
-            route = self.balancing.route(c.request, c.node, frozenset(c.exclude))
+        tries = 0
+        while tries < MAX_TRIES:
+            tries += 1
+            route = await self._next(c)
             if isinstance(route, Shed):
                 nothing_left = self._shed(c, route)
                 failure = failure or nothing_left
@@ -233,6 +244,12 @@ class Serving:
             else:
                 if answer.relayed:
                     return
+                full = _full(answer)
+                if full is not None:  # nothing was dispatched: a sibling may have room, and else it waits
+                    failure = error_of(full)
+                    c.full.add(route.target)
+                    tries -= 1
+                    continue
                 refusal = _sooner(refusal, answer)
                 c.exclude.add(route.target)
                 refused = answer.status in OVERLOAD or heads.find(answer.headers, REJECTED) is not None
@@ -244,6 +261,34 @@ class Serving:
         if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
             raise NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
         raise failure or NoEndpoints()
+
+    async def _next(self, c: _Carried) -> Route | Shed:
+        """Where it may go now. Where all that could take it are full, it waits for its turn in the tier it entered."""
+        route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
+        if isinstance(route, Route) or c.record.from_peer:
+            return route
+        shed = Shed("saturated", None, route.removed) if c.full else route
+        if not self.queue.takes(shed):
+            return route
+        if c.full:
+            c.full.clear()
+            c.waits += 1
+            if c.waits > MAX_WAITS:
+                return route
+        began = clock.now()
+        if c.record.queued_at is None:
+            c.record.queued_at = began
+        self.telemetry.queued.value += 1
+        try:
+            return await self.queue.route(
+                c.request,
+                lambda: self.balancing.route(c.request, c.node, frozenset(c.exclude)),
+                shed,
+                c.record.queued_at,
+            )
+        finally:
+            self.telemetry.queued.value -= 1
+            c.record.queued_s += clock.now() - began
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
@@ -263,8 +308,9 @@ class Serving:
             self.balancing.peer_sent(route.peer.id)
         else:
             c.record.executions += 1
-        sending = self._sending(c, route, attempt)
+        sending: Sending | None = None
         try:
+            sending = self._sending(c, route, attempt)
             answer = await self.relay.forward(route.url, sending)
             outcome, retry_after_s = self._judged(c, route, answer)
             return answer
@@ -285,24 +331,24 @@ class Serving:
         finally:
             attempt.ended_at = clock.now()
             self._note_usage(c, attempt, sending)
+            cached = None
+            if answer is not None and answer.relayed and c.api.generates and not route.peer:
+                cached = answer.observer.cached_tokens()
             if route.peer:
                 self.balancing.peer_done(route.peer.id, reached=answer is not None)
             self.balancing.release(
                 route,
                 outcome,
                 output_tokens=c.record.output_tokens,
+                cached_tokens=cached,
                 unreachable=unreachable,
                 retry_after_s=retry_after_s,
             )
+            self.queue.wake()
 
     def _sending(self, c: _Carried, route: Route, attempt: AttemptRecord) -> Sending:
         pool = self.relay.pool(route.url)
-        added = c.context.header(attempt.span_id)
-        if route.peer:
-            told = RouteHeader(c.request, route.target, c.record.executions, c.visited)
-            added += b"%b: %b\r\n" % (HEADER, self.signer.sign(told))
-        else:
-            added += self._via
+        added = c.context.header(attempt.span_id) + self._request_headers(c, route)
         exchange = c.exchange
         has_body = exchange.method not in (b"GET", b"HEAD") or bool(exchange.body)
         head = heads.request_head(
@@ -325,10 +371,14 @@ class Serving:
             sending.added = self._response_headers(c, route, headers)
             if self.replies.cors and not c.record.from_peer:
                 sending.added += heads.lines(self.replies.cors.answer(exchange.headers))
-                sending.replaced += (cors.PREFIX,)
+                sending.replaced = (cors.PREFIX,)
             if c.limits:
                 sending.added += heads.lines(c.limits)
                 sending.replaced += (RATE_LIMITS,)
+            if not route.peer and (load := heads.find(headers, orca.HEADER)) is not None:
+                self.balancing.engine_load(route, orca.parse(load))
+                if heads.find(exchange.headers, orca.REQUEST[0]) is None:  # it is we who asked
+                    sending.replaced += (orca.HEADER,)
             return Verdict.RELAY
 
         def first_byte() -> None:
@@ -346,6 +396,14 @@ class Serving:
         if route.peer:  # the tier next to the server gives up first: it alone knows whom to blame, and where to go on
             sending.tries, sending.slack_s = self._attempts, PEER_SLACK_S * (3 - len(route.target))
         return sending
+
+    def _request_headers(self, c: _Carried, route: Route) -> bytes:
+        if route.peer:
+            told = RouteHeader(c.request, route.target, c.record.executions, c.visited)
+            return b"%b: %b\r\n" % (HEADER, self.signer.sign(told))
+        if route.endpoint.engine in orca.ENGINES and heads.find(c.exchange.headers, orca.REQUEST[0]) is None:
+            return self._via + ORCA_REQUEST
+        return self._via
 
     def _response_headers(self, c: _Carried, route: Route, headers: heads.Headers) -> bytes:
         served_by = heads.find(headers, SERVED_BY) if route.peer else "/".join(route.target).encode()
@@ -377,9 +435,9 @@ class Serving:
         return OUTCOMES.get(reading.meaning, Outcome.FAILED), reading.retry_after_s
 
     @staticmethod
-    def _note_usage(c: _Carried, attempt: AttemptRecord, sending: Sending) -> None:
+    def _note_usage(c: _Carried, attempt: AttemptRecord, sending: Sending | None) -> None:
         """What an answer has used as far as it came, whether or not its client stayed to the end."""
-        observer = sending.observer
+        observer = sending.observer if sending is not None else None
         if observer is None or not observer.bytes or attempt.status >= 400:
             return
         c.record.used_input_tokens, c.record.used_cached_tokens = observer.input_tokens(), observer.cached_tokens()
@@ -387,6 +445,10 @@ class Serving:
             c.record.output_tokens = observer.output_tokens()
 
     def _learn(self, c: _Carried, answer: Answer) -> None:
+        if not c.record.from_peer:
+            counted = answer.observer.input_tokens()
+            if counted is not None:
+                self.intake.learn(c.record, counted)
         if not c.api.generates:
             return
         tokens = answer.observer.output_tokens()
@@ -427,8 +489,12 @@ class Serving:
     def _shed(self, c: _Carried, shed: Shed) -> LBError:
         if shed.reason == "saturated":
             return Saturated("all instances that serve this model are at their limit", retry_after_s=shed.retry_after_s)
+        if shed.reason == "loading":
+            return Loading(f"the model `{c.request.model[:200]}` is being loaded", retry_after_s=shed.retry_after_s)
         if shed.reason == "too_large":
             return BadRequest("the prompt is larger than any instance of this model can hold", param="messages")
+        if shed.reason == "no_placement":
+            return NoEndpoints("no instance has what the rules of placement ask for this request")
         return NoEndpoints(
             f"no instance of the model `{c.request.model[:200]}` is available", retry_after_s=shed.retry_after_s
         )
@@ -436,26 +502,13 @@ class Serving:
     def _note_stages(self, c: _Carried, route: Route) -> None:
         now = clock.now()
         for hop in route.hops:
-            pick = hop.pick
-            c.record.stages.append(
-                StageRecord(
-                    hop.path,
-                    pick.endpoint.id,
-                    pick.policy,
-                    pick.terms,
-                    pick.scores,
-                    hop.takeover,
-                    now,
-                    tracecontext.new_span_id(self._rng),
-                    pick.predicted_ttft_s,
-                    pick.predicted_total_s,
-                )
-            )
+            span_id = tracecontext.new_span_id(self._rng)
+            c.record.stages.append(StageRecord(hop.path, hop.pick, hop.takeover, now, span_id))
 
 
 def _used(api: apis.Api, r: RequestRecord) -> Used:
     """A finished request as its tenant is charged for it."""
-    left = r.ending is Ending.CLIENT_LEFT and r.executions > 0  # and leaves the work to whoever pays for it
+    left = r.ending is Ending.CLIENT_LEFT and bool(r.attempts)  # and leaves the work to whoever pays for it
     output = 0 if not api.generates else None if r.output_tokens is None else round(r.output_tokens)
     return Used(
         r.used_input_tokens if r.used_input_tokens is not None or not left else r.input_tokens,
@@ -479,6 +532,14 @@ def _continues_events(status: int, headers: heads.Headers) -> bool:
     kind = heads.find(headers, b"content-type") or b""
     coded = heads.find(headers, b"content-encoding") is not None
     return status == 200 and kind.startswith(b"text/event-stream") and not coded
+
+
+def _full(answer: Answer) -> Shed | None:
+    """What a tier below says when it has room for nothing of this kind, in the words of its own stage."""
+    code = heads.find(answer.headers, REJECTED)
+    if code is None or (reason := code.decode("latin-1")) not in WAITABLE:
+        return None
+    return Shed(reason, answers.retry_after(answer.headers))
 
 
 def _sooner(one: Answer | None, other: Answer) -> Answer:

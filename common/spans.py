@@ -83,31 +83,32 @@ def spans_of(record: RequestRecord) -> list[Span]:
 
 
 def _stage(record: RequestRecord, stage: StageRecord, at_ns: int) -> Span:
-    child = Tier.of(stage.path).child
+    child, pick = Tier.of(stage.path).child, stage.pick
+    chosen_id, scores = pick.endpoint.id, pick.scores
     attributes: dict[str, str | int | float | bool] = {
         "headwater.stage": Tier.of(stage.path).value,
-        "headwater.chosen": stage.chosen,
-        "headwater.policy": stage.policy,
+        "headwater.chosen": chosen_id,
+        "headwater.policy": pick.policy,
         "headwater.takeover": stage.takeover,
-        "headwater.candidates": len(stage.scores),
+        "headwater.candidates": len(scores),
     }
-    ranked = sorted(stage.scores, key=lambda s: s.total)
-    chosen = next((s for s in stage.scores if s.endpoint == stage.chosen), None)
+    ranked = sorted(scores, key=lambda s: s.total)
+    chosen = next((s for s in scores if s.endpoint == chosen_id), None)
     if chosen is not None:
         attributes["headwater.cost"] = round(chosen.total, 6)
-        attributes |= {f"headwater.cost.{t}": round(v, 6) for t, v in zip(stage.terms, chosen.terms, strict=True)}
+        attributes |= {f"headwater.cost.{t}": round(v, 6) for t, v in zip(pick.terms, chosen.terms, strict=True)}
         # What could never hold the request is no alternative, and JSON has no infinity.
-        second = next((s for s in ranked if s.endpoint != stage.chosen and isfinite(s.total)), None)
+        second = next((s for s in ranked if s.endpoint != chosen_id and isfinite(s.total)), None)
         if second is not None:
             attributes["headwater.runner_up"] = second.endpoint
             attributes["headwater.margin"] = round(second.total - chosen.total, 6)
-    if stage.predicted_ttft_s is not None and isfinite(stage.predicted_ttft_s):
-        attributes["headwater.predicted_ttft_s"] = round(stage.predicted_ttft_s, 6)
+    if pick.predicted_ttft_s is not None and isfinite(pick.predicted_ttft_s):
+        attributes["headwater.predicted_ttft_s"] = round(pick.predicted_ttft_s, 6)
     return Span(
         record.id,
         stage.span_id,
         record.span_id,
-        f"choose {child} {stage.chosen}",
+        f"choose {child} {chosen_id}",
         "internal",
         at_ns,
         at_ns,

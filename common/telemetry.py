@@ -100,6 +100,7 @@ def access_line(r: RequestRecord) -> dict[str, Any]:
         "attempts": len(r.attempts),
         "input_tokens": r.input_tokens,
         "output_tokens": r.output_tokens,
+        "queued_s": round(r.queued_s, 6),
         "ttft_s": None if r.ttft_s is None else round(r.ttft_s, 6),
         "total_s": round(r.total_s, 6),
     }
@@ -128,6 +129,7 @@ class Telemetry:
 
     def _make_metrics(self) -> None:
         self.in_flight = Level("headwater_in_flight_requests", "Requests under way in this process")
+        self.queued = Level("headwater_queued_requests", "Requests that wait for a server with room")
         self._requests = Counts("headwater_requests", "Finished requests", ("operation", "model", "status", "ending"))
         self._ttft = Spread(
             "headwater_time_to_first_token_seconds",
@@ -150,7 +152,16 @@ class Telemetry:
         self._attempts = Counts("headwater_attempts", "Tries at a peer or an instance", ("to", "error"))
         self._takeovers = Counts("headwater_takeovers", "Stages run here because their own tier was gone", ("stage",))
         self.registry.register(
-            Scrape(self.in_flight, self._requests, self._ttft, self._tpot, self._total, self._attempts, self._takeovers)
+            Scrape(
+                self.in_flight,
+                self.queued,
+                self._requests,
+                self._ttft,
+                self._tpot,
+                self._total,
+                self._attempts,
+                self._takeovers,
+            )
         )
 
     # -- requests ----------------------------------------------------------------------------------------------------

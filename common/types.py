@@ -90,6 +90,15 @@ class Speed:
     kv_tokens: float = 200_000.0
 
 
+class Kind(NamedTuple):
+    """What like instances below a region or cluster have in common, as far as placement asks for it."""
+
+    gpu: str = ""
+    memory_gb: float | None = None  # as its agent knows it; None: by its class
+    labels: frozenset[str] = frozenset()
+    models: frozenset[str] = frozenset()  # served or loadable; none: any
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """What a stage may pick: a region, a cluster or an instance."""
@@ -107,10 +116,19 @@ class Endpoint:
     boot: str = ""  # changes when the process behind the id is another one
     capacity: Speed | None = None  # what the agent knows of the server's limits; None: the class's prior
     fleet: tuple[tuple[str, int], ...] = ()  # of a region or cluster: (GPU class, number of instances) below it
+    memory_gb: float | None = None  # of an instance's accelerators together; None: as its class has it
+    labels: frozenset[str] = frozenset()  # of an instance, each "key=value"
+    loadable: frozenset[str] = frozenset()  # LoRA adapters that it does not have and would load when asked for
+    kinds: tuple[Kind, ...] = ()  # of a region or cluster: what there is below it, each kind once
 
     def serves(self, model: str) -> bool:
         """Whether `model` is served; an endpoint that lists none is taken to serve whatever it is asked for."""
-        return not self.models or model in self.models
+        return not self.models or model in self.models or model in self.loadable
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """All models that may be asked for here; none: any."""
+        return self.models | self.loadable if self.models and self.loadable else self.models
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +205,7 @@ class InferenceRequest:
     regions: tuple[str, ...] = ()  # that may serve it; none: all
     deadline_s: float | None = None  # seconds from when this tier got it
     slo: Slo = field(default_factory=Slo)
+    operation: str = ""  # chat, embeddings, image_generation, …: the class of its path
 
 
 class Reservation(NamedTuple):
@@ -241,7 +260,7 @@ class Pick(NamedTuple):
 
 
 class Shed(NamedTuple):
-    """Refuse it. `reason` is saturated, loading, no_endpoints, model_not_found, too_large or deadline_exceeded.
+    """Refuse it: saturated, loading, no_endpoints, no_placement, model_not_found, too_large or deadline_exceeded.
 
     `removed`: by the filters, in order.
     """

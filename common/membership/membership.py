@@ -272,4 +272,7 @@ def _shown(endpoint: Endpoint) -> dict[str, Any]:
         "price_usd_per_hour": endpoint.price_usd_per_hour,
         "phase": endpoint.phase.value,
         "boot": endpoint.boot,
+        "memory_gb": endpoint.memory_gb,
+        "labels": sorted(endpoint.labels),
+        "loadable": sorted(endpoint.loadable),
     }

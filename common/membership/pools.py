@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from common.membership.records import Place
-from common.types import Endpoint, Path, Peer, Phase, Pool
+from common.types import Endpoint, Kind, Path, Peer, Phase, Pool
 
 Member = Peer | Endpoint
 
@@ -75,7 +75,7 @@ def _above(id_: str, node: _Node) -> Endpoint:
     """A region or cluster as an endpoint."""
     below = node.instances
     # One instance that takes any model makes the whole take any.
-    models = frozenset[str]().union(*(e.models for e in below)) if all(e.models for e in below) else frozenset[str]()
+    models = frozenset[str]().union(*(e.offers for e in below)) if all(e.models for e in below) else frozenset[str]()
     phases = {e.phase for e in below} or {p.phase for p in node.peers}
     return Endpoint(
         id=id_,
@@ -84,7 +84,26 @@ def _above(id_: str, node: _Node) -> Endpoint:
         price_usd_per_hour=sum(e.price_usd_per_hour for e in below) / len(below) if below else 0.0,
         phase=Phase.DRAINING if phases == {Phase.DRAINING} else Phase.SERVING,
         fleet=tuple(sorted(Counter(e.gpu for e in below).items())),
+        kinds=_kinds(below),
     )
+
+
+def _kinds(below: Iterable[Endpoint]) -> tuple[Kind, ...]:
+    """Each kind of instance once, in an order of its own; of too many those of one class are taken together."""
+    kinds = {Kind(e.gpu, e.memory_gb, e.labels, e.offers) for e in below}
+    if len(kinds) > MOST_KINDS:
+        # More than there is: a cluster may be chosen in which no single instance has it all, and then gives it back.
+        united: dict[str, Kind] = {}
+        for kind in kinds:
+            one = united.get(kind.gpu, kind)
+            most = max((m for m in (one.memory_gb, kind.memory_gb) if m is not None), default=None)
+            models = one.models | kind.models if one.models and kind.models else frozenset[str]()
+            united[kind.gpu] = Kind(kind.gpu, most, one.labels | kind.labels, models)
+        kinds = set(united.values())
+    return tuple(sorted(kinds, key=lambda k: (k.gpu, k.memory_gb or 0.0, sorted(k.labels), sorted(k.models))))
+
+
+MOST_KINDS = 64  # of one region or cluster, for each is looked at when a list of candidates is made
 
 
 def _kept(old: Endpoint | None, new: Endpoint) -> Endpoint:

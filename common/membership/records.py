@@ -21,6 +21,8 @@ NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _URL: Final = r"^https?://[^/\s?#@]+(/[^\s?#]*)?$"
 _ADDRESS: Final = r"^([^/\s?#@]+:\d{1,5})?$"  # host:port, or ""
 _MODELS: Final = 4096  # of one instance; adapters are models too
+_LABELS: Final = 64
+_LABEL: Final = r"^[A-Za-z0-9._/-]{1,64}=[A-Za-z0-9._/-]{0,64}$"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,9 @@ class _Instance(_Record):
     price_usd_per_hour: _Amount = 0.0
     boot: str = ""
     capacity: Speed | None = None
+    memory_gb: _Amount | None = None
+    labels: Annotated[list[Annotated[str, msgspec.Meta(pattern=_LABEL)]], msgspec.Meta(max_length=_LABELS)] = []
+    loadable: Annotated[list[str], msgspec.Meta(max_length=_MODELS)] = []
 
 
 _encode = msgspec.json.Encoder().encode
@@ -119,6 +124,9 @@ def encode(member: Peer | Endpoint) -> bytes:
             price_usd_per_hour=member.price_usd_per_hour,
             boot=member.boot,
             capacity=member.capacity,
+            memory_gb=member.memory_gb,
+            labels=sorted(member.labels),
+            loadable=sorted(member.loadable),
         )
     value = _encode(record)
     try:
@@ -165,6 +173,9 @@ def _endpoint(record: _Instance) -> Endpoint:
         phase=record.phase,
         boot=record.boot,
         capacity=speed,
+        memory_gb=record.memory_gb,
+        labels=frozenset(record.labels),
+        loadable=frozenset(record.loadable),
     )
 
 

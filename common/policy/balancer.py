@@ -15,11 +15,12 @@ from math import exp, inf, log
 from random import Random
 from statistics import median
 
-from common.policy.candidate import NOTHING, Candidate, Limits, PoolFacts
+from common.policy.candidate import FULL_S, NOTHING, Candidate, Full, Limits, PoolFacts
 from common.policy.ewma import DecayingSum
-from common.policy.filters import Filter
+from common.policy.filters import Filter, serves_model
 from common.policy.health import State
 from common.policy.pickers import Picker
+from common.policy.placement import ADAPTER_LOAD_S, Needs, adapters, having_loaded
 from common.policy.prediction import UNFIT, Terms, alike, class_speed, marginal_cost, prefill_steps
 from common.policy.quote import QUOTE_INSTANCES, class_means
 from common.policy.scorers import Scorer
@@ -63,7 +64,8 @@ OFF_BY_KEPT = 31  # latest answers that say by how much the priors are off
 class Policy:
     """How a stage chooses: who qualifies, what each costs, and which one is taken.
 
-    The first filter must depend on the pool and the request's model (or API) alone: its answer is remembered.
+    The first filter must depend on the pool, the request's model (or API) and what `needs` makes of the request alone:
+    its answer is remembered.
     """
 
     name: str
@@ -72,6 +74,9 @@ class Policy:
     picker: Picker
     weighted: bool = False  # shares traffic by capability or response times, which are then kept up to date
     learns: bool = False  # goes by speeds that are learned: an instance that never gets a request stays unknown
+    in_seconds: bool = False  # totals are seconds, so that preferences can be added to them
+    needs: Needs | None = None  # see `placement.placed`
+    adapter_load_s: float = ADAPTER_LOAD_S
 
 
 class _Held:
@@ -87,6 +92,7 @@ class _Held:
         "first_at",
         "length",
         "mark",
+        "model",
         "output",
         "prompt",
         "read",
@@ -100,6 +106,7 @@ class _Held:
         self, candidate: Candidate, server: Server, request: InferenceRequest, uncached: float, terms: Terms, now: float
     ) -> None:
         self.candidate = candidate
+        self.model = request.model
         self.server = server
         self.estimate = candidate.estimates[0] if len(candidate.own) == 1 else None
         self.length = float(request.input_tokens)
@@ -129,7 +136,10 @@ class Balancer:
         self.candidates: dict[str, Candidate] = {}
         self.revision = -1
         self.stale = False
-        self._pool = PoolFacts()
+        self._needs = policy.needs if policy.needs is not None and policy.needs.hard else None
+        self._pool = PoolFacts(self._needs)
+        self._scorers = policy.scorers  # and one more where adapters have to be loaded
+        self._loads = False  # some endpoint would load a LoRA adapter that it does not have
         self._weights = Weights(coefficients)
         self._arrivals = DecayingSum(1.0)  # of the last second, while somebody is new
         self._new: set[str] = set()  # endpoints in slow start
@@ -146,8 +156,8 @@ class Balancer:
         self._next = 0
         self._turn = 0
         self._unseen: list[tuple[float, int]] = []  # (when to take it for begun, reservation) of answers in one piece
-        self._serving: dict[str, list[Candidate]] = {}  # model -> whoever serves it
-        self._qualified: dict[str, tuple[list[Candidate], tuple[str, ...]]] = {}  # the same, where all are plain
+        self._serving: dict[Key, list[Candidate]] = {}  # model -> whoever serves it
+        self._qualified: dict[Key, tuple[list[Candidate], tuple[str, ...]]] = {}  # the same, where all are plain
         self._went: OrderedDict[int, str] = OrderedDict()  # last block of a prompt -> where it went
 
     # -- what is told ------------------------------------------------------------------------------------------------
@@ -213,6 +223,10 @@ class Balancer:
         for models in self._off_by.keys() - {models for _, models in alive}:
             del self._off_by[models]
         self._pool.weighted = any(c.endpoint.weight != 1.0 for c in candidates)
+        self._loads = any(c.endpoint.loadable for c in candidates)
+        self._scorers = self.policy.scorers
+        if self._loads and self.policy.in_seconds:
+            self._scorers += (("adapter_s", 1.0, adapters(self.policy.adapter_load_s)),)
         self._pool.alike = len(self.parent) == 2 and len(candidates) > 1 and alike([c.server.speed for c in candidates])
         self._pool.priced = any(
             c.endpoint.price_usd_per_hour > 0.0 or any(s.price_usd_per_hour > 0.0 for s in c.quoted) for c in candidates
@@ -223,6 +237,17 @@ class Balancer:
         candidate = self.candidates.get(report.endpoint)
         if candidate is not None:
             candidate.told(report, now)
+
+    def answered_with(self, endpoint: str, said: LoadReport, now: float) -> None:
+        """What an instance said of its load beside an answer: newer than its report, but not all that a report has."""
+        candidate = self.candidates.get(endpoint)
+        if candidate is None:
+            return
+        known = candidate.report or LoadReport(endpoint)
+        if said.running is not None:
+            candidate.told(replace(known, age_s=0.0, running=said.running, waiting=said.waiting), now)
+        if said.kv_utilization is not None:
+            candidate.report = replace(candidate.report or known, kv_utilization=said.kv_utilization)
 
     def hear(self, replica: str, sums: Mapping[str, Sums], now: float) -> None:
         """What another balancer of this node has under way, by endpoint: all of it, each time."""
@@ -275,7 +300,9 @@ class Balancer:
             self._weights.arrived(now)
         if self._new:
             self._arrivals.add(1.0, now)
-        key = request.model or request.api
+        key: Key = request.model or request.api
+        if self._needs is not None:
+            key = self._needs.key(request)
         if not exclude:
             plain = self._qualified.get(key)
             if plain is not None:
@@ -284,9 +311,9 @@ class Balancer:
         if serving is None:
             serving = self._who_serves(key, request, now, rng)
         if not serving:
-            return self._nobody_serves()
+            return self._nobody_serves(request, now)
         if len(serving) > COMPARED:
-            decision = self._filtered(request, self._some(request, serving, rng), exclude, now, rng)
+            decision = self._filtered(request, self._some(request, serving, now, rng), exclude, now, rng)
             return decision if isinstance(decision, Pick) else self._filtered(request, serving, exclude, now, rng)
         if not exclude and not self._new and all(_plain(c, now) for c in serving):
             ids = tuple(c.endpoint.id for c in serving)
@@ -294,7 +321,7 @@ class Balancer:
             return self._take(request, serving, ids, (), now, rng)
         return self._filtered(request, serving, exclude, now, rng)
 
-    def _who_serves(self, key: str, request: InferenceRequest, now: float, rng: Random) -> list[Candidate]:
+    def _who_serves(self, key: Key, request: InferenceRequest, now: float, rng: Random) -> list[Candidate]:
         """Those the first filter leaves, remembered until the pool changes; of many in random order."""
         serving = self.policy.filters[0](request, list(self.candidates.values()), now)
         if len(serving) > COMPARED:
@@ -305,12 +332,18 @@ class Balancer:
         self._serving[key] = serving
         return serving
 
-    def _nobody_serves(self) -> Shed:
+    def _nobody_serves(self, request: InferenceRequest, now: float) -> Shed:
         if not self.candidates:
             return Shed("no_endpoints", 1.0)
-        return Shed("model_not_found", None, (_removed(self.policy.filters[0], list(self.candidates.values())),))
+        everyone, needs = list(self.candidates.values()), self._needs
+        serving = serves_model(request, everyone, now) if needs is not None else []
+        if serving and needs is not None:
+            return Shed("no_placement", None, (_removed(needs.meets_need, serving),))
+        return Shed("model_not_found", None, (_removed(serves_model, everyone),))
 
-    def _some(self, request: InferenceRequest, serving: Sequence[Candidate], rng: Random) -> list[Candidate]:
+    def _some(
+        self, request: InferenceRequest, serving: Sequence[Candidate], now: float, rng: Random
+    ) -> list[Candidate]:
         """A random run of a large pool, with those that have the session or the prompt's beginning cached.
 
         The cheapest of 64 at random is on average among the best 1.5 % of the pool, at the cost of a small one.
@@ -320,7 +353,7 @@ class Balancer:
         warm = request.warm[len(self.parent)] if len(request.warm) > len(self.parent) else None
         for id_ in (warm, next((w for h in reversed(request.prefix_hashes) if (w := self._went.get(h))), None)):
             known = self.candidates.get(id_) if id_ is not None else None
-            if known is not None and known not in some and known.endpoint.serves(request.model):
+            if known is not None and known not in some and self.policy.filters[0](request, [known], now):
                 some.append(known)
         return some
 
@@ -347,7 +380,7 @@ class Balancer:
                 if not left:
                     return self._shed(keep.__name__, candidates, tuple(removed), now)
                 candidates = left
-        if self._new:
+        if self._new and len(self._new) < len(self.candidates):
             candidates = self._not_flooded(candidates, among, now)
         ids = tuple(c.endpoint.id for c in candidates)
         return self._take(request, candidates, ids, tuple(removed), now, rng)
@@ -382,9 +415,11 @@ class Balancer:
         now: float,
         rng: Random,
     ) -> Decision:
+        if (self._loads or self.policy.needs is not None) and not self.policy.in_seconds:
+            candidates, ids = self._narrowed(request, candidates)
         columns = []
         totals: Sequence[float] | None = None
-        for term, weight, scorer in self.policy.scorers:
+        for term, weight, scorer in self._scorers:
             column = scorer(request, candidates, now)
             if column is None:
                 continue
@@ -411,6 +446,16 @@ class Balancer:
             ttft = chosen.round_trip_s + terms.ttft
             total = ttft + terms.decode
         return Pick(chosen.endpoint, reservation, self.policy.name, ids, totals, tuple(columns), ttft, total, removed)
+
+    def _narrowed(
+        self, request: InferenceRequest, candidates: Sequence[Candidate]
+    ) -> tuple[Sequence[Candidate], tuple[str, ...]]:
+        """Those that are preferred, where the policy does not count in seconds, with their ids."""
+        if self._loads:
+            candidates = having_loaded(request, candidates)
+        if self.policy.needs is not None:
+            candidates = self.policy.needs.narrowed(request, candidates)
+        return candidates, tuple(c.endpoint.id for c in candidates)
 
     def _on_trial(self, candidates: Sequence[Candidate], totals: Sequence[float]) -> Candidate | None:
         """The cheapest idle instance whose speed is hardly known, unless it is predicted to be far too dear.
@@ -454,6 +499,8 @@ class Balancer:
             c.recent.add(1.0, now)
         if c.in_flight >= c.max_in_flight:
             self._qualified.clear()
+        if c.full and (full := c.full.get(c.queue_of(request.model))) is not None:
+            full.in_flight += 1
         if c.depth == 2:
             server, uncached = c.server, c.uncached_tokens(request)
             terms = marginal_cost(server, uncached, request.input_tokens, request.output_tokens)
@@ -558,9 +605,30 @@ class Balancer:
         if not self._held:
             self._unseen.clear()
         self._judge(c, outcome, now, unreachable=unreachable, trial=held.trial)
+        if c.full or outcome is Outcome.OVERLOADED:
+            self._filled(held, outcome, now)
         if outcome is Outcome.OVERLOADED:
-            c.busy_until = now + (retry_after_s if retry_after_s is not None else self.limits.busy_s)
+            if c.depth == 2:  # of a region or cluster others that it holds may have room
+                c.busy_until = now + (retry_after_s if retry_after_s is not None else self.limits.busy_s)
             self._qualified.clear()
+
+    def _filled(self, held: _Held, outcome: Outcome, now: float) -> None:
+        """Keep what its refusals tell of how much it takes."""
+        c, key = held.candidate, held.candidate.queue_of(held.model)
+        full = c.full.get(key)
+        if full is not None:
+            full.in_flight -= 1
+        elif outcome is Outcome.OVERLOADED and len(c.full) < MODELS_CACHED:
+            held_there = sum(h.candidate is c and c.queue_of(h.model) == key for h in self._held.values())
+            full = c.full[key] = Full(held_there)
+        if full is None:
+            return
+        if outcome is Outcome.OVERLOADED:
+            full.refused(now, pauses=c.depth < 2)
+        elif outcome is Outcome.SUCCESS:
+            full.took()
+        if now - full.refused_at > FULL_S:
+            del c.full[key]
 
     def _judge(self, c: Candidate, outcome: Outcome, now: float, *, unreachable: bool, trial: bool) -> None:
         """What the outcome says of its health."""
@@ -649,7 +717,7 @@ class Balancer:
             if c.phase is not Phase.SERVING or not c.breaker.ready(now):
                 continue
             servers = c.quoted if c.depth < 2 and c.fresh(now) else c.own
-            loads += [replace(s.load(now), models=s.models or c.endpoint.models) for s in servers]
+            loads += [replace(s.load(now), models=s.models or c.endpoint.offers) for s in servers]
         return tuple(loads) if len(loads) <= QUOTE_INSTANCES else class_means(loads)
 
 
@@ -660,6 +728,9 @@ SLOW_START_S = 10.0  # a newcomer's share is bounded for so long: some requests 
 SLOW_START_SHARE = 2.0  # of its fair share in any second
 CLASS_SAMPLES = 200  # of a class; newcomers start from what these said
 
+
+Key = str | tuple[str, int]
+"""What the list of those that serve a request is remembered by: its model or API, and the number of its need."""
 
 Class = tuple[str, frozenset[str]]
 """(GPU class, models): instances that agree in both are as fast as each other until they prove otherwise."""
@@ -707,4 +778,5 @@ def _plain(c: Candidate, now: float) -> bool:
         and c.breaker.state is State.CLOSED
         and c.in_flight < c.max_in_flight
         and c.busy_until <= now
+        and not c.full
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
 from common.policy.ewma import DecayingSum, Ewma
 from common.policy.health import Breaker
@@ -18,6 +19,9 @@ from common.policy.prefix import PREFIX_BLOCK_TOKENS, Mirror
 from common.policy.server import Server, Sums
 from common.policy.speed import SpeedEstimate
 from common.types import Endpoint, InferenceRequest, LoadReport, Path
+
+if TYPE_CHECKING:
+    from common.policy.placement import Needs
 
 QUOTE_STALE_S = 5.0  # an older quote is not believed: it herds more than it helps
 SENT_KEPT = 4096  # picks remembered for replay on the next quote; a quote comes several times a second
@@ -29,6 +33,9 @@ FAILING_S = 20.0  # half-life of what is remembered of failures: share comes bac
 FAILING_STEP = 0.1  # how far one request moves the share
 FORGIVEN = 0.005  # a share below this is none
 FAILING_COST = 4.0  # at all failures a candidate costs five times as much
+FULL_STEP = 0.25  # by how much a success raises what a full endpoint is given: one refusal for four answers
+FULL_PAUSE_S = (0.1, 1.0)  # first and longest pause of an endpoint that refuses although it has nothing of ours
+FULL_S = 5.0  # without a refusal for so long it is full no more
 FOREIGN_LEAST = 0.5  # below half a request it is the delay of the report
 
 
@@ -42,12 +49,47 @@ class Limits:
     busy_s: float = 1.0  # how long an endpoint that refused for load is left alone, unless it says
 
 
+class Full:
+    """How much of one model an endpoint takes, learned from its refusals as TCP learns a window (RFC 5681, AIMD).
+
+    What it held when it refused is what may be sent there; each success raises that a little. Where it held nothing of
+    ours others fill it, and it is asked again after a pause that doubles.
+    """
+
+    __slots__ = ("admits", "in_flight", "pause_s", "refused_at", "until")
+
+    def __init__(self, in_flight: int) -> None:
+        self.in_flight = in_flight
+        self.admits = 1.0
+        self.pause_s = 0.0
+        self.until = 0.0
+        self.refused_at = 0.0
+
+    def refused(self, now: float, *, pauses: bool) -> None:
+        """It took no more than what is in flight. `pauses`: it does not say itself when to come back."""
+        self.refused_at = now
+        self.admits = max(1.0, float(self.in_flight))
+        if pauses and not self.in_flight:
+            self.pause_s = min(2.0 * self.pause_s, FULL_PAUSE_S[1]) if self.pause_s else FULL_PAUSE_S[0]
+            self.until = now + self.pause_s
+
+    def took(self) -> None:
+        """It answered one."""
+        self.pause_s = 0.0
+        self.admits += FULL_STEP
+
+    def has_room(self, now: float) -> bool:
+        """Whether one more may be sent."""
+        return self.in_flight < int(self.admits) and now >= self.until
+
+
 class PoolFacts:
     """What is true of a whole pool, so that a decision need not look at each endpoint for it."""
 
-    __slots__ = ("alike", "measured", "priced", "weighted")
+    __slots__ = ("alike", "measured", "needs", "priced", "weighted")
 
-    def __init__(self) -> None:
+    def __init__(self, needs: Needs | None = None) -> None:
+        self.needs = needs  # what requests need, where there are rules
         self.weighted = False  # weights are configured: they and not capability are what traffic is shared by
         self.alike = False  # all instances are about as fast as each other
         self.measured = False  # a round trip to one of them is known
@@ -67,6 +109,7 @@ class Candidate:
         "failing_at",
         "foreign",
         "foreign_seen",
+        "full",
         "handicap",
         "heard",
         "in_flight",
@@ -101,6 +144,7 @@ class Candidate:
         self.max_in_flight = limits.max_in_flight
         self.in_flight = 0
         self.busy_until = 0.0
+        self.full: dict[str, Full] = {}  # by model, of a region or cluster; "" of an instance, which has one queue
         self.last_turn = 0
         self.learned_at = 0.0  # when a finished request last taught its speed
         self.pool = pool
@@ -159,6 +203,19 @@ class Candidate:
                 self.own[i].counts(fresh.count)
         self.server = self.own[0]
 
+    # -- whether it has room -----------------------------------------------------------------------------------------
+
+    def queue_of(self, model: str) -> str:
+        """Which of its queues a request of that model goes to, as in `full`."""
+        return model if self.depth < 2 else ""
+
+    def has_room(self, request: InferenceRequest, now: float) -> bool:
+        """Below its bound, not cooling off after a refusal, and not known to be full of what the request is for."""
+        if self.in_flight >= self.max_in_flight or now < self.busy_until:
+            return False
+        full = self.full.get(self.queue_of(request.model)) if self.full else None
+        return full is None or full.has_room(now)
+
     # -- what it costs -----------------------------------------------------------------------------------------------
 
     @property
@@ -200,9 +257,12 @@ class Candidate:
         if self.quotes_nothing and not blind:
             return (inf, self.server, UNFIT, uncached)
         servers = self.own if blind or self.depth == 2 or not self.quoted else self.quoted
+        need = self.pool.needs.of(request) if self.pool.needs is not None else None
         best: tuple[float, Server, Terms, float] | None = None
         for s in servers:
             if s.models and request.model and request.model not in s.models:
+                continue
+            if need is not None and not need.takes_class(s.gpu):
                 continue
             t = marginal_cost(s, uncached, request.input_tokens, request.output_tokens)
             cost = t.total
@@ -211,9 +271,14 @@ class Candidate:
         return best or (inf, servers[0], UNFIT, uncached)
 
     def offers(self, request: InferenceRequest) -> bool:
-        """Whether a server below it, as last quoted, has the model; a quote leaves out what takes no work."""
+        """Whether a server below it, as last quoted, may serve it; a quote leaves out what takes no work."""
         servers = () if self.quotes_nothing else self.quoted or self.own
-        return any(not s.models or not request.model or request.model in s.models for s in servers)
+        need = self.pool.needs.of(request) if self.pool.needs is not None else None
+        return any(
+            (not s.models or not request.model or request.model in s.models)
+            and (need is None or need.takes_class(s.gpu))
+            for s in servers
+        )
 
     def price_usd(self, request: InferenceRequest, now: float) -> float:
         """Dollars of GPU time this request takes there when the server is as busy as it should be."""

@@ -73,6 +73,17 @@ def resources(request: InferenceRequest, candidates: Sequence[Candidate], now: f
     return costs
 
 
+def fits(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float] | None:
+    """Requests under way from here over the weight, where KV memory can hold this one at all."""
+    tokens = request.input_tokens + request.output_tokens
+    return [
+        (c.in_flight + 1.0) / w
+        if (w := c.share) > 0.0 and any(s.speed.kv_tokens >= tokens for s in c.quoted or c.own)
+        else inf
+        for c in candidates
+    ]
+
+
 def work_left(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float] | None:
     """GPU seconds of all that is under way there and of this request, on the server below it that has least."""
     return [_least_work(request, c) for c in candidates]

@@ -38,8 +38,8 @@ def not_ejected(request: InferenceRequest, candidates: Sequence[Candidate], now:
 
 
 def has_capacity(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
-    """Below its bound of requests in flight from here, and not cooling off after it refused one."""
-    return [c for c in candidates if c.in_flight < c.max_in_flight and now >= c.busy_until]
+    """Has room for one more, as far as is known here."""
+    return [c for c in candidates if c.has_room(request, now)]
 
 
 ENGINES_OF = {"ollama": ("ollama",), "kserve": ("triton",), "torchserve": ("torchserve",)}

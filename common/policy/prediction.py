@@ -17,7 +17,7 @@ from __future__ import annotations
 from math import ceil, exp, inf, log1p
 from typing import NamedTuple
 
-from common.policy.server import MAX_SHARE, SHARE_S, Costs, Server
+from common.policy.server import BACKLOG_WEIGHT, MAX_SHARE, SHARE_S, Costs, Server
 from common.types import Slo, Speed
 
 # Priors of an 8B model: α = weight bytes and γ = KV bytes of a token over 0.7 of the data sheet's memory bandwidth,
@@ -140,7 +140,6 @@ def slo_cost(terms: Terms, server: Server, uncached: float, length: float, slo: 
 # -- pools of like servers ---------------------------------------------------------------------------------------------
 
 ALIKE_RATIO = 1.5  # fastest ÷ slowest up to which servers count as alike
-BACKLOG_WEIGHT = 10.0  # of the work already there, among like servers
 
 
 def alike(speeds: list[Speed]) -> bool:

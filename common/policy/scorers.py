@@ -29,24 +29,26 @@ def completion(request: InferenceRequest, candidates: Sequence[Candidate], now: 
     if len(candidates) == 1:
         return None
     if candidates[0].depth == 2:
-        if request.slo.ttft_s is None and request.slo.tpot_s is None and not candidates[0].pool.alike:
-            return _instances(request, candidates)
-        return [_full(request, c, now) for c in candidates]
+        if request.slo.ttft_s is None and request.slo.tpot_s is None:
+            return _instances(request, candidates, alike=candidates[0].pool.alike)
+        return [_by_slo(request, c, now) for c in candidates]
     blind = any(not c.fresh(now) for c in candidates)
     return [c.cheapest(request, now, blind=blind)[0] for c in candidates]
 
 
-def _instances(request: InferenceRequest, candidates: Sequence[Candidate]) -> list[float]:
-    """`marginal_cost` of each instance, written out: this is the inner loop of every decision."""
+def _instances(request: InferenceRequest, candidates: Sequence[Candidate], *, alike: bool) -> list[float]:
+    """`marginal_cost` of each instance, written out: this is the inner loop of every decision.
+
+    `alike`: with the backlog, as where all are alike.
+    """
     length, output, warm = request.input_tokens, request.output_tokens, request.warm
     tokens, context = length + output, length + 0.5 * output
     first_block = request.prefix_hashes[0] if request.prefix_hashes else NO_BLOCK
     costs = []
     for c in candidates:
-        spare, p, inv_room, step, c0, c1, c2, c3, c4, c5, c6, c7 = c.server.plain()
+        spare, p, inv_room, step, c0, c1, c2, c3, c4, c5, c6, c7 = c.server.plain_alike() if alike else c.server.plain()
         if tokens > spare or warm or first_block in c.prefix:
-            terms = marginal_cost(c.server, c.uncached_tokens(request), length, output)
-            costs.append(terms.total * c.handicap)
+            costs.append(_one(request, c, alike=alike))
             continue
         weight = c4 * context
         cost = c0 + length * (c1 + length * c2) + ceil((p + length) * inv_room) * step
@@ -59,14 +61,20 @@ def _instances(request: InferenceRequest, candidates: Sequence[Candidate]) -> li
 NO_BLOCK = -1  # no hash is negative
 
 
-def _full(request: InferenceRequest, c: Candidate, now: float) -> float:
-    """The marginal cost of one instance with service levels, and with the backlog where all are alike."""
+def _one(request: InferenceRequest, c: Candidate, *, alike: bool) -> float:
+    """The same of one that has to wait, or has some of the prompt cached."""
+    uncached = c.uncached_tokens(request)
+    cost = marginal_cost(c.server, uncached, request.input_tokens, request.output_tokens).total
+    if alike:
+        cost += backlog_cost(c.server.costs(), uncached, request.output_tokens)
+    return cost * c.handicap
+
+
+def _by_slo(request: InferenceRequest, c: Candidate, now: float) -> float:
+    """The marginal cost of one instance with predicted misses of service levels."""
     uncached = c.uncached_tokens(request)
     terms = marginal_cost(c.server, uncached, request.input_tokens, request.output_tokens)
-    slo = request.slo
-    if slo.ttft_s is not None or slo.tpot_s is not None:
-        return slo_cost(terms, c.server, uncached, request.input_tokens, slo, now) * c.handicap
-    return (terms.total + backlog_cost(c.server.costs(), uncached, request.output_tokens)) * c.handicap
+    return slo_cost(terms, c.server, uncached, request.input_tokens, request.slo, now) * c.handicap
 
 
 def round_trip(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[float] | None:

@@ -14,6 +14,7 @@ from common.types import ServerLoad, Speed
 
 SHARE_S = 10.0  # φ looks back ten seconds: several prompts of a busy server, and short against a load change
 MAX_SHARE = 0.9
+BACKLOG_WEIGHT = 10.0  # of the work already there, among like servers
 
 
 Sums = tuple[float, float, float, float, float]
@@ -60,6 +61,7 @@ class Server:
     """The sums of one server, or of the mean one of `count` like servers."""
 
     __slots__ = (
+        "_alike",
         "_at",
         "_costs",
         "_plain",
@@ -97,6 +99,7 @@ class Server:
         self._share_at = 0.0
         self._costs: Costs | None = None
         self._plain: Plain | None = None
+        self._alike: Plain | None = None
 
     @classmethod
     def of(cls, load: ServerLoad, now: float) -> Server:
@@ -127,7 +130,7 @@ class Server:
     def runs_at(self, speed: Speed) -> None:
         """What is known of its speed changed."""
         self.speed = speed
-        self._costs = self._plain = None
+        self._costs = self._plain = self._alike = None
 
     def counts(self, count: int) -> None:
         """There are more or fewer such servers now: what is under way spreads over them."""
@@ -136,7 +139,7 @@ class Server:
             self.count = count
             self.n, self.w, self.p = self.n * scale, self.w * scale, self.p * scale
             self.k, self.r = self.k * scale, self.r * scale
-            self._costs = self._plain = None
+            self._costs = self._plain = self._alike = None
 
     def prefill_share(self, now: float) -> float:
         """Fraction of time spent on prompts of late (φ), at most MAX_SHARE: faded sum of p/r over SHARE_S."""
@@ -162,7 +165,7 @@ class Server:
         self.r += output * per
         self._share = self.prefill_share(now) + prompt * per / (self.speed.prefill_tokens_per_s * SHARE_S)
         self._share_at = now
-        self._costs = self._plain = None
+        self._costs = self._plain = self._alike = None
 
     def first_token(self, prompt: float, context: float, read: float, now: float) -> None:
         """Its first token came: `context` tokens are resident, and its prompt took as long as `read` short ones."""
@@ -173,7 +176,7 @@ class Server:
         self.p -= prompt * per
         self.k += context * per
         self.read_tokens += read * per
-        self._costs = self._plain = None
+        self._costs = self._plain = self._alike = None
 
     def ended(self, prompt: float, output: float, context: float, now: float, *, decoding: bool) -> None:
         """It is over, whether it had begun to decode or not."""
@@ -186,7 +189,7 @@ class Server:
             self.w -= per
             self.p -= prompt * per
         self.r -= output * per
-        self._costs = self._plain = None
+        self._costs = self._plain = self._alike = None
 
     def others(self, sums: Sums, now: float) -> None:
         """So much more (or less) is under way there that somebody else sent."""
@@ -194,13 +197,13 @@ class Server:
         n, w, p, k, r = sums
         self.n, self.w, self.p = self.n + n, self.w + w, self.p + p
         self.k, self.r = self.k + k, self.r + r
-        self._costs = self._plain = None
+        self._costs = self._plain = self._alike = None
 
     def copied(self, copies: float) -> None:
         """So many balancers send here, this one among them, and none tells: each counts its own so many times."""
         if copies != self.copies:
             self.copies = copies
-            self._costs = self._plain = None
+            self._costs = self._plain = self._alike = None
 
     @property
     def sums(self) -> Sums:
@@ -211,7 +214,7 @@ class Server:
         """Nothing is under way: the sums are exactly zero again, whatever rounding left in them."""
         self.advance(now)
         self.n = self.w = self.p = self.k = self.r = 0.0
-        self._costs = self._plain = None
+        self._costs = self._plain = self._alike = None
 
     # -- what a cost needs -------------------------------------------------------------------------------------------
 
@@ -222,6 +225,10 @@ class Server:
     def plain(self) -> Plain:
         """The same as coefficients, for a request that finds a slot and memory free."""
         return self._plain or self._reduced()
+
+    def plain_alike(self) -> Plain:
+        """The same among like servers, where the backlog counts as well (`prediction.backlog_cost`)."""
+        return self._alike or self._reduced_alike()
 
     def _computed(self) -> Costs:
         v, copies = self.speed, self.copies
@@ -274,4 +281,13 @@ class Server:
             1.0 / c.rest_tokens,
             2.0 * c.beta_s + c.gamma_s * c.mean_context,
         )
+        return made
+
+    def _reduced_alike(self) -> Plain:
+        c, plain = self.costs(), self.plain()
+        spare, p, inv_room, step, c0, c1, c2, c3, c4, c5, c6, c7 = plain
+        c0 += BACKLOG_WEIGHT * c.backlog_s
+        c1 += BACKLOG_WEIGHT * c.seconds_per_prompt_token
+        c3 += BACKLOG_WEIGHT * c.backlog_per_token_s
+        self._alike = made = (spare, p, inv_room, step, c0, c1, c2, c3, c4, c5, c6, c7)
         return made

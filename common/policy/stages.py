@@ -38,14 +38,14 @@ def predicted_completion(price_weight_s_per_usd: float = PRICE_WEIGHT_S_PER_USD,
         ("round_trip_s", 1.0, scorers.round_trip),
         ("price_usd", price_weight_s_per_usd, scorers.price),
     )
-    return Policy("predicted_completion", QUALIFIES, terms, near if tier is Tier.INSTANCE else lowest, learns=True)
+    picker = near if tier is Tier.INSTANCE else lowest
+    return Policy("predicted_completion", QUALIFIES, terms, picker, learns=True, in_seconds=True)
 
 
 def earliest_completion() -> Policy:
     """Where this request itself would be complete first: the literal reading, which herds on the fastest servers."""
-    return Policy(
-        "earliest_completion", QUALIFIES, (("own_completion_s", 1.0, classic.own_completion),), near, learns=True
-    )
+    terms = (("own_completion_s", 1.0, classic.own_completion),)
+    return Policy("earliest_completion", QUALIFIES, terms, near, learns=True, in_seconds=True)
 
 
 def round_robin() -> Policy:
@@ -101,6 +101,11 @@ def prefix_affinity() -> Policy:
     return Policy("prefix_affinity", QUALIFIES, (("uncached", 1.0, classic.prefix_match),), lowest)
 
 
+def model_aware() -> Policy:
+    """By what requests need (`placement`): enough memory, the preferred class while it has room; then by weight."""
+    return Policy("model_aware", QUALIFIES, (("fits_per_weight", 1.0, classic.fits),), lowest, weighted=True)
+
+
 def policy_named(
     name: str, price_weight_s_per_usd: float = PRICE_WEIGHT_S_PER_USD, tier: Tier = Tier.INSTANCE
 ) -> Policy:
@@ -123,6 +128,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "power_of_two": power_of_two,
     "hash": hash_,
     "prefix_affinity": prefix_affinity,
+    "model_aware": model_aware,
 }
 
 

@@ -33,7 +33,10 @@ class Bounds:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One request that waits. `tokens` is what it will cost; `deadline` is monotonic seconds, inf: none."""
+    """One request that waits. `tokens` is what it will cost; `deadline` is monotonic seconds, inf: none.
+
+    `reason`: what it waits for to pass, as in `Shed`.
+    """
 
     model: str
     tenant: str
@@ -41,6 +44,7 @@ class Waiter:
     tokens: float
     arrived: float
     deadline: float = inf
+    reason: str = "saturated"
     gone: bool = False
 
 

@@ -94,14 +94,14 @@ def response_head(
 ) -> bytes:
     """A response head for the client; `added` are header lines of ours, its framing and its connection's among them.
 
-    Fields whose names begin with one of `replaced` are left out: `added` has others in their stead.
+    Fields whose names begin with one of `replaced` are left out: `added` has others in their stead, or nobody asked.
     """
     drop = named_in_connection(headers) if find(headers, b"connection") else None
     lines = [b"HTTP/1.1 %d %b\r\n" % (status, REASONS.get(status, b"-"))]
     for key, value in headers:
         if key in NOT_RELAYED or (key[0] in XP and not_ours_to_pass(key)) or (drop and key in drop):
             continue
-        if not key.startswith(replaced):
+        if not replaced or not key.startswith(replaced):
             lines.append(b"%b: %b\r\n" % (key, value))
     lines += (added, b"\r\n")
     return b"".join(lines)

@@ -52,7 +52,7 @@ class Sending:
     judge: Callable[[int, heads.Headers], Verdict]
     first_byte: Callable[[], None]
     added: bytes = b""  # header lines added to a relayed answer's head
-    replaced: tuple[bytes, ...] = ()  # prefixes of the server's header names in whose stead `added` has others
+    replaced: tuple[bytes, ...] = ()  # prefixes of the server's header names that are left out of that head
     break_words: Callable[[Observer, str], bytes] = lambda observer, message: b""
     tries: int = 1  # servers that may be tried behind the address, one after the other
     slack_s: float = 0.0  # by how much every time-out is longer, so that a peer's own comes first

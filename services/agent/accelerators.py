@@ -18,6 +18,7 @@ class Accelerator:
     gpu: str = ""
     utilization: float | None = None  # mean over its devices, 0…1
     memory_free_bytes: int | None = None  # sum over its devices
+    memory_gb: float | None = None  # all of it, free or not, in 10^9 bytes; rounded to 0.1
 
 
 class Accelerators(Protocol):
@@ -31,8 +32,8 @@ class Unsampled:
     """For a process that is not beside the servers: only what the configuration says."""
 
     def of(self, instance: InstanceConfig, now: float) -> Accelerator:
-        """The configured class."""
-        return Accelerator(instance.gpu)
+        """The configured class and memory."""
+        return Accelerator(instance.gpu, memory_gb=instance.memory_gb)
 
 
 class LocalAccelerators:
@@ -48,15 +49,23 @@ class LocalAccelerators:
         """Figures only if each of its devices has them: part of the truth would make a lost GPU look idle."""
         if instance.gpu == "cpu":
             load = self._host.at(now)
-            return Accelerator("cpu", load.cpu_utilization, load.memory_available_bytes)
+            total = instance.memory_gb or _gb(load.memory_total_bytes)
+            return Accelerator("cpu", load.cpu_utilization, load.memory_available_bytes, total)
         uuids = self._uuids(instance)
         classes = {self._gpus.class_of(u) for u in uuids}
         gpu = instance.gpu or (classes.pop() if len(classes) == 1 else "")
+        memory_gb = instance.memory_gb or self._memory_gb(uuids)
         by_uuid = {d.uuid: d for d in self._gpus.devices(now)}
         devices = [by_uuid[u] for u in uuids if u in by_uuid]
         if not devices or len(devices) < len(uuids):
-            return Accelerator(gpu)
-        return Accelerator(gpu, _mean_use(devices), _free(devices))
+            return Accelerator(gpu, memory_gb=memory_gb)
+        return Accelerator(gpu, _mean_use(devices), _free(devices), memory_gb)
+
+    def _memory_gb(self, uuids: list[str]) -> float | None:
+        """Of all its devices, lost ones included: what an instance is does not change with what NVML can say of it."""
+        sizes = [self._gpus.memory_of(u) for u in uuids]
+        known = [size for size in sizes if size is not None]
+        return _gb(sum(known)) if known and len(known) == len(sizes) else None
 
     def _uuids(self, instance: InstanceConfig) -> list[str]:
         """Its devices; an index that was never seen stands for itself, so that the instance's figures are absent."""
@@ -69,6 +78,10 @@ class LocalAccelerators:
 def _mean_use(devices: list[Device]) -> float | None:
     uses = [d.utilization for d in devices if d.utilization is not None]
     return sum(uses) / len(uses) if len(uses) == len(devices) else None
+
+
+def _gb(size: int) -> float:
+    return round(size / 1e9, 1)
 
 
 def _free(devices: list[Device]) -> int | None:

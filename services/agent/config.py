@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import socket
+from collections.abc import Mapping
 from typing import Annotated, Final, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from common.config import NAME, Etcd, HostPort, Log, Name, Section, Url
 from services.agent.engines import ADAPTERS, adapter_for
@@ -14,6 +16,17 @@ from services.agent.sources.config import Discovery
 
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", "[::]", ""})
 LOOPBACKS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def _label_part(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._/-]{0,64}", value):
+        raise ValueError("at most 64 of letters, digits, '.', '_', '/' and '-'")
+    return value
+
+
+LabelValue = Annotated[str, AfterValidator(_label_part)]
+LabelKey = Annotated[LabelValue, Field(min_length=1)]
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _host_name() -> str:
@@ -45,6 +58,14 @@ class InstanceConfig(Section):
     """What an hour of it costs."""
     version: str = ""
     """Of what it serves; another one starts the learned speed over."""
+    memory_gb: Annotated[float, Field(gt=0.0, le=100_000.0)] | None = None
+    """Memory of its accelerators together, 10^9 bytes; empty: as NVML says, else as its class of GPU has it."""
+    labels: Annotated[Mapping[LabelKey, LabelValue], Field(max_length=64)] = {}
+    """What rules of placement ask for, as in `{site: edge}`."""
+    adapters: Annotated[Mapping[ModelName, str], Field(max_length=1024)] = {}
+    """LoRA adapters that it is to have: names, and where the server finds them. The agent has missing ones loaded."""
+    loadable: Annotated[tuple[ModelName, ...], Field(max_length=1024)] = ()
+    """LoRA adapters that the server loads by itself when a request names one (a resolver is configured there)."""
 
     @model_validator(mode="after")
     def _sensible(self) -> Self:

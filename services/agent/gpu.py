@@ -44,6 +44,7 @@ class GpuSampler:
         self._latest: tuple[float, tuple[Device, ...]] | None = None  # replaced whole, so readers need no lock
         self._pins: dict[int, str] = {}
         self._classes: dict[str, str] = {}
+        self._memory: dict[str, int] = {}
         self._state = ""
         self._hung = False
 
@@ -77,6 +78,10 @@ class GpuSampler:
     def class_of(self, uuid: str) -> str:
         """The class of a device, known for good once it was seen; "" before."""
         return self._classes.get(uuid, "")
+
+    def memory_of(self, uuid: str) -> int | None:
+        """Bytes of memory a device has, known for good once it was seen; None before."""
+        return self._memory.get(uuid)
 
     def known(self) -> tuple[str, ...]:
         """UUIDs of all whole GPUs seen so far, in the order of their first indices."""
@@ -112,6 +117,8 @@ class GpuSampler:
         for d in devices:
             if d.gpu:
                 self._classes[d.uuid] = d.gpu
+            if d.memory_total_bytes is not None:
+                self._memory[d.uuid] = d.memory_total_bytes
             if d.index >= 0 and self._pins.get(d.index, "#").startswith("#"):
                 self._pins[d.index] = d.uuid
         lost = [d.uuid for d in devices if d.lost]

@@ -24,6 +24,7 @@ from common import clock
 from common.policy.prediction import class_speed
 from common.types import Endpoint, LoadReport, Phase, Speed
 from services.agent.accelerators import Accelerators, Unsampled
+from services.agent.adapters import AdapterLoader
 from services.agent.boot import Boot
 from services.agent.config import InstanceConfig
 from services.agent.engines import Adapter, EngineState, Scraper, Unreachable, adapter_for, detect
@@ -95,6 +96,7 @@ class InstanceMonitor:
         watches, self._watches = list(self._watches.values()), {}
         for watch in watches:
             watch.task.cancel()
+            watch.loader.close()
         await asyncio.gather(*(w.task for w in watches), return_exceptions=True)
         await self.scraper.close()
 
@@ -114,6 +116,7 @@ class _Watch:
         self._looked_at = self._answered_at = clock.now()
         self._refused = 0
         self._trouble: frozenset[str] = frozenset()
+        self.loader = AdapterLoader(id_)
         self.task = self._start()
 
     def _start(self) -> asyncio.Task[None]:
@@ -129,6 +132,7 @@ class _Watch:
     def leave(self) -> None:
         """It is configured no more."""
         self.task.cancel()
+        self.loader.close()
         self._gone("removed from the configuration")
 
     def report(self, now: float) -> LoadReport:
@@ -209,11 +213,13 @@ class _Watch:
                 log.info("instance_found", instance=self.id, url=endpoint.url, phase=endpoint.phase.value)
             self.endpoint = endpoint
             self.monitor.on_endpoint(endpoint)
+        if state.phase is Phase.SERVING:
+            self.loader.wants(endpoint.engine, self.config.url, self.config.adapters, state.models)
 
     def _described(self, phase: Phase) -> Endpoint:
         config, known, boot = self.config, self._known, self._boot.mark
-        gpu = self.monitor.accelerators.of(config, clock.now()).gpu
-        models = frozenset(config.models) or known.models
+        accelerator = self.monitor.accelerators.of(config, clock.now())
+        gpu, models = accelerator.gpu, frozenset(config.models) or known.models
         return Endpoint(
             self.id,
             url=config.url,
@@ -227,6 +233,9 @@ class _Watch:
             phase=Phase.LOADING if models == frozenset() else phase,
             boot=f"{config.version}/{boot}" if config.version else boot,
             capacity=_capacity(gpu, known),
+            memory_gb=accelerator.memory_gb,
+            labels=frozenset(f"{key}={value}" for key, value in config.labels.items()),
+            loadable=frozenset(config.loadable) - (models or frozenset()),
         )
 
     def _tell_trouble(self, trouble: frozenset[str]) -> None:

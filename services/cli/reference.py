@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from common.config import Price, TierConfig
+from common.config import PlacementRule, Price, TierConfig
 from services.agent.config import AgentConfig
 from services.instance_lb.config import InstanceConfig
 from services.up.config import UpConfig
@@ -32,6 +32,8 @@ def page() -> str:
         *_tables(TierConfig),
         "### `tenants.prices`: each model\n",
         _table("tenants.prices.MODEL.", list(Price.model_fields.items())),
+        "### `placement.rules`: each rule; [models.md](models.md) has examples\n",
+        _table("placement.rules[].", list(PlacementRule.model_fields.items())),
         "## Where a tier stands\n\n`region` is needed by `headwater region` and `instance`, `cluster` by `instance`.\n",
         _table("", region),
         "## `headwater up`\n\nAll of the above, and:\n",
@@ -77,7 +79,7 @@ def _shown(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=False)
     if field.default_factory is not None:
         return "the host's name"
-    if value in (None, "", (), {}):
+    if value in (None, "", (), {}, frozenset()):
         return "–"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 

@@ -27,6 +27,8 @@ def run(config: ServeConfig) -> None:
 def command(
     profile: Annotated[str, typer.Option(help="GPU class: h200, h100, a100, l4, t4 or cpu.")] = _BASE.profile,
     model: Annotated[str, typer.Option(help="Name of the model it serves.")] = _BASE.model,
+    adapter: Annotated[list[str] | None, typer.Option(help="A LoRA adapter of it, loaded; repeated.")] = None,
+    loadable: Annotated[list[str] | None, typer.Option(help="One that it loads when asked for; repeated.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = _BASE.host,
     port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.")] = _BASE.port,
     name: Annotated[str, typer.Option(help="Name in x-engine-id; default PROFILE-PORT.")] = _BASE.name,
@@ -53,6 +55,8 @@ def command(
         base = EngineConfig(
             profile=profile,
             model=model,
+            adapters=tuple(adapter or ()),
+            loadable=tuple(loadable or ()),
             host=host,
             port=port,
             name=name,

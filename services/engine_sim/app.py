@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
 import msgspec
 
 from services.engine_sim import metrics
-from services.engine_sim.bodies import READERS, ApiError, read_tokenize
+from services.engine_sim.bodies import READERS, ApiError, read_adapter, read_tokenize
 from services.engine_sim.faults import changed, of_request
 from services.engine_sim.http import Connection, Request
 from services.engine_sim.live import LiveEngine
@@ -36,6 +37,8 @@ class App:
             "/metrics": {"GET": self._metrics},
             "/v1/models": {"GET": self._models},
             "/tokenize": {"POST": self._tokenize},
+            "/v1/load_lora_adapter": {"POST": self._load_adapter},
+            "/v1/unload_lora_adapter": {"POST": self._unload_adapter},
             "/sim/requests": {"GET": self._requests},
             "/sim/faults": {"GET": self._faults, "POST": self._set_faults, "DELETE": self._clear_faults},
             **{path: {"POST": self._generate} for path in READERS},
@@ -97,7 +100,9 @@ class App:
                 faults.refuse, "Refused on command.", "SimulatedError", retry_after_s=engine.config.retry_after_s
             )
         job = READERS[request.path](request.body, headers.get(b"x-sim-output-tokens", b""), engine.config)
-        record.stream, record.prompt_tokens = job.stream, job.prompt_tokens
+        record.stream, record.prompt_tokens, record.model = job.stream, job.prompt_tokens, job.model
+        if job.model not in engine.config.names:  # a resolver has loaded it
+            engine.config = replace(engine.config, adapters=(*engine.config.adapters, job.model))
         orca = headers.get(b"endpoint-load-metrics-format", b"")
         engine.accept(job, connection, record, faults, orca)
 
@@ -114,22 +119,40 @@ class App:
 
     def _metrics(self, request: Request, connection: Connection) -> None:
         self.engine.advance()
-        page = self.engine.metrics.render(self.engine.model, self.engine.config.model)
+        page = self.engine.metrics.render(self.engine.model, self.engine.config.model, self.engine.started_wall_s)
         connection.respond(200, page, metrics.CONTENT_TYPE, self.engine.headers)
 
     def _models(self, request: Request, connection: Connection) -> None:
         config = self.engine.config
-        model = {
-            "id": config.model,
-            "object": "model",
-            "created": self.engine.identify("chat", "-")[1],
-            "owned_by": "vllm",
-            "root": config.model,
-            "parent": None,
-            "max_model_len": config.context_tokens,
-            "permission": [],
-        }
-        self._json({"object": "list", "data": [model]}, connection)
+        models: list[dict[str, Any]] = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self.engine.identify("chat", "-")[1],
+                "owned_by": "vllm",
+                "root": name,
+                "parent": None if name == config.model else config.model,
+                "max_model_len": config.context_tokens if name == config.model else None,
+                "permission": [],
+            }
+            for name in config.names
+        ]
+        self._json({"object": "list", "data": models}, connection)
+
+    def _load_adapter(self, request: Request, connection: Connection) -> None:
+        name, engine = read_adapter(request.body), self.engine
+        if name in engine.config.names:
+            message = f"The lora adapter '{name}' has already been loaded."
+            raise ApiError(400, message, "InvalidUserInput")
+        engine.config = replace(engine.config, adapters=(*engine.config.adapters, name))
+        connection.respond(200, f"Success: LoRA adapter '{name}' added successfully.".encode(), b"text/plain")
+
+    def _unload_adapter(self, request: Request, connection: Connection) -> None:
+        name, engine = read_adapter(request.body), self.engine
+        if name not in engine.config.adapters:
+            raise ApiError(404, f"The lora adapter '{name}' cannot be found.", "NotFoundError")
+        engine.config = replace(engine.config, adapters=tuple(a for a in engine.config.adapters if a != name))
+        connection.respond(200, f"Success: LoRA adapter '{name}' removed successfully.".encode(), b"text/plain")
 
     def _tokenize(self, request: Request, connection: Connection) -> None:
         count = read_tokenize(request.body, self.engine.config)

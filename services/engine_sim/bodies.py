@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from services.engine_sim.config import EngineConfig
+from services.engine_sim.config import MODEL, EngineConfig
 from services.engine_sim.text import bytes_of_tokens, count_tokens, drawn_output_tokens, prefix_hashes
 
 MAX_SEQUENCES = 64  # of one request: prompts times n
@@ -113,6 +113,7 @@ class Job:
     continuous_usage: bool = False
     base64: bool = False
     dimensions: int = DIMENSIONS
+    model: str = ""  # as the request named it
 
 
 def read_chat(body: bytes, header: bytes, config: EngineConfig) -> Job:
@@ -154,7 +155,21 @@ def read_embedding(body: bytes, header: bytes, config: EngineConfig) -> Job:
         sum(part.input_tokens for part in parts),
         base64=asked.encoding_format == "base64",
         dimensions=dimensions,
+        model=asked.model or config.model,
     )
+
+
+class _Adapter(msgspec.Struct, kw_only=True):
+    lora_name: str
+    lora_path: str = ""
+
+
+def read_adapter(body: bytes) -> str:
+    """The name in a body of /v1/load_lora_adapter or /v1/unload_lora_adapter. Raises ApiError."""
+    asked = _decoded(body, _Adapter)
+    if not MODEL.fullmatch(asked.lora_name):
+        raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", "InvalidUserInput")
+    return asked.lora_name
 
 
 def read_tokenize(body: bytes, config: EngineConfig) -> int:
@@ -186,7 +201,7 @@ def _decoded(body: bytes, kind: type[Body]) -> Body:
 
 
 def _check_model(model: str | None, config: EngineConfig) -> None:
-    if model and model != config.model:
+    if model and model not in config.names and model not in config.loadable:
         raise ApiError(404, f"The model `{model}` does not exist.", "NotFoundError", "model")
 
 
@@ -280,6 +295,7 @@ def _generation(
         stream=bool(asked.stream),
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=options is not None and bool(options.include_usage) and bool(options.continuous_usage_stats),
+        model=asked.model or config.model,
     )
 
 

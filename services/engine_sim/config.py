@@ -41,6 +41,8 @@ class EngineConfig:
 
     profile: str = "h100"  # GPU class of common.policy.prediction.CLASS_SPEED
     model: str = "llama-8b"
+    adapters: tuple[str, ...] = ()  # LoRA adapters of it that are loaded
+    loadable: tuple[str, ...] = ()  # LoRA adapters that it loads when a request names one
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
     name: str = ""  # "": PROFILE-PORT
@@ -66,8 +68,9 @@ class EngineConfig:
             raise ConfigError(f"profile: unknown GPU class {self.profile!r}, one of {', '.join(CLASS_SPEED)}")
         if self.name and not NAME.fullmatch(self.name):
             raise ConfigError(f"name: {self.name!r} is not 1 to 64 of letters, digits, '.', '_' and '-'")
-        if not MODEL.fullmatch(self.model):
-            raise ConfigError(f"model: {self.model!r} is no model name")
+        for name in (self.model, *self.adapters, *self.loadable):
+            if not MODEL.fullmatch(name):
+                raise ConfigError(f"model: {name!r} is no model name")
         if self.queue_full_status not in (429, 503):
             raise ConfigError(f"queue_full_status: {self.queue_full_status} is neither 429 nor 503")
         for option, (least, most) in RANGES.items():
@@ -77,6 +80,11 @@ class EngineConfig:
                 raise ConfigError(f"{option}: {value} is not within {least:g} and {most:g}")
         if self.max_model_len > self.kv_capacity:
             raise ConfigError(f"max_model_len: {self.max_model_len} exceeds KV memory of {self.kv_capacity} tokens")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it lists: the model and its loaded adapters."""
+        return (self.model, *self.adapters)
 
     @property
     def kv_capacity(self) -> int:

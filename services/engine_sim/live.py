@@ -66,6 +66,7 @@ class LiveEngine:
         self.faults: Faults = NONE
         self.dead = False  # its engine core is, as after out of memory
         self.ready_s = now + config.load_time_s
+        self.started_wall_s = clock.wall_ns() / 1e9
         self.records: deque[Record] = deque(maxlen=config.record_requests)
         self.received = 0  # requests, remembered or not
         self.in_flight: set[Reply] = set()

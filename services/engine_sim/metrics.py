@@ -23,6 +23,10 @@ REQUEST_BUCKETS_S = (
 )
 FINISH_REASONS = ("stop", "length", "abort", "error")
 CACHE_BLOCK_TOKENS = 16  # vLLM's block_size
+PROCESS_PAGE = (
+    b"# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.\n"
+    b"# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds %.2f\n"
+)
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -53,8 +57,8 @@ class Metrics:
         self.e2e = Histogram(REQUEST_BUCKETS_S)
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
 
-    def render(self, model: EngineModel, model_name: str) -> bytes:
-        """The whole page."""
+    def render(self, model: EngineModel, model_name: str, started_wall_s: float) -> bytes:
+        """The whole page. `started_wall_s`: when the process began, Unix seconds."""
         page = _Page(f'engine="0",model_name="{model_name}"')
         page.value("gauge", "num_requests_running", "Number of requests in model execution batches.", model.running)
         page.value("gauge", "num_requests_waiting", "Number of requests waiting to be processed.", model.waiting)
@@ -87,7 +91,7 @@ class Metrics:
         page.family("gauge", "cache_config_info", "Information of the LLMEngine CacheConfig")
         blocks = model.kv_capacity // CACHE_BLOCK_TOKENS
         page.sample("cache_config_info", 1, f'block_size="{CACHE_BLOCK_TOKENS}",num_gpu_blocks="{blocks}"')
-        return page.text()
+        return page.text() + PROCESS_PAGE % started_wall_s
 
 
 class _Page:

@@ -29,6 +29,7 @@ class Record(msgspec.Struct, kw_only=True):
     path: str
     sha256: str  # of the raw body
     header_names: list[str]
+    model: str = ""  # as the body named it
     status: int = 0  # of the answer; 0: none was begun
     executed: bool = False  # whether the engine took it
     stream: bool = False

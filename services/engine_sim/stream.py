@@ -31,7 +31,7 @@ class StreamReply(Reply):
     def event_ends(self, index: int) -> tuple[bytes, bytes]:
         """Before and after the text of an event that is not the last."""
         kind = "chat.completion.chunk" if self.job.kind == "chat" else "text_completion"
-        fields = {"id": self.id, "object": kind, "created": self.created, "model": self.engine.config.model}
+        fields = {"id": self.id, "object": kind, "created": self.created, "model": self.job.model}
         head = b"data: " + msgspec.json.encode(fields)[:-1] + b',"choices":[{"index":%d,' % index
         if self.job.kind == "chat":
             return head + b'"delta":{"content":"', b'"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'

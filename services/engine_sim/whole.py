@@ -44,7 +44,7 @@ class WholeReply(Reply):
         self.closed()
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.engine.config.model}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.job.model}
 
     def _chat(self, tokens: int) -> dict[str, Any]:
         choices: list[dict[str, Any]] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.records import AttemptRecord, Ending, RequestRecord, StageRecord
-from common.types import Path, Score
+from common.types import Endpoint, Path, Pick, Reservation
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 WALL_NS = 1_700_000_000_123_456_789
@@ -39,21 +39,29 @@ def record(**fields: Any) -> RequestRecord:
     return RequestRecord(**(values | fields))
 
 
-def stage(path: Path, chosen: str, costs: dict[str, float], span_id: str = "b" * 16, **fields: Any) -> StageRecord:
+def stage(
+    path: Path,
+    chosen: str,
+    costs: dict[str, float],
+    span_id: str = "b" * 16,
+    *,
+    predicted_ttft_s: float | None = 0.25,
+    **fields: Any,
+) -> StageRecord:
     """A decision by two terms, the second of which is a tenth of a second for all."""
-    scores = tuple(Score(name, total, (total - 0.1, 0.1)) for name, total in costs.items())
-    values: dict[str, Any] = {
-        "path": path,
-        "chosen": chosen,
-        "policy": "predicted_completion",
-        "terms": ("completion_s", "round_trip_s"),
-        "scores": scores,
-        "takeover": False,
-        "at": BEGAN + 0.01,
-        "span_id": span_id,
-        "predicted_ttft_s": 0.25,
-        "predicted_total_s": 1.5,
-    }
+    totals = tuple(costs.values())
+    columns = (("completion_s", tuple(total - 0.1 for total in totals)), ("round_trip_s", (0.1,) * len(totals)))
+    pick = Pick(
+        Endpoint(chosen),
+        Reservation(1, chosen, path),
+        "predicted_completion",
+        tuple(costs),
+        totals,
+        columns,
+        predicted_ttft_s=predicted_ttft_s,
+        predicted_total_s=1.5,
+    )
+    values: dict[str, Any] = {"path": path, "pick": pick, "takeover": False, "at": BEGAN + 0.01, "span_id": span_id}
     return StageRecord(**(values | fields))
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -12,6 +14,7 @@ from pydantic import BaseModel
 from common import config
 from common.config import Name, Section, TierConfig
 from common.errors import ConfigError
+from common.types import InferenceRequest, Priority
 
 
 class Local(TierConfig):
@@ -329,6 +332,7 @@ SPECIAL = {
     "forward.drop_headers": "[x-one, X-Two]",
     "network.emulated_rtt_s": "{eu: 0.5}",
     "reports.listen": "127.0.0.1:1",
+    "placement.rules": "[{models: [a*], gpus: [h100], labels: {site: edge}, priorities: [critical]}]",
 }
 
 
@@ -346,6 +350,13 @@ def another(path: str, kind: Any, default: Any) -> str:
         return str(default / 2)
     assert kind is str, f"{path}: say in SPECIAL what else it may be"
     return "something"
+
+
+def dumped(value: Any) -> Any:
+    """As `model_dump` has it, where it is a list of sections."""
+    return (
+        tuple(v.model_dump() if isinstance(v, BaseModel) else v for v in value) if isinstance(value, tuple) else value
+    )
 
 
 EVERY = [pytest.param(*key, id=".".join(key[0])) for key in keys(TierConfig)]
@@ -367,8 +378,44 @@ def test_every_key_is_reached_by_its_variable(
     section = expected
     for part in path[:-1]:
         section = section[part]
-    section[path[-1]] = value
+    section[path[-1]] = dumped(value)
     assert read.model_dump() == expected  # and nothing else has changed
+
+
+def test_rules_of_placement_become_needs_of_requests() -> None:
+    read = TierConfig.model_validate(
+        {
+            "placement": {
+                "rules": [
+                    {"models": ["*-70b"], "min_memory_gb": 80, "gpus": ["h100", "h200"]},
+                    {"operations": ["image_*"], "labels": {"pool": "images"}, "exclusive": True},
+                ]
+            }
+        }
+    ).placement
+    needs = read.needs()
+    ask = InferenceRequest("0" * 32, "llama-70b", priority=Priority.CRITICAL, operation="chat")
+    need = needs.of(ask)
+    assert (need.min_memory_gb, need.gpus, need.fastest) == (80.0, {"h100", "h200"}, True)
+    assert need.forbidden == (frozenset({"pool=images"}),)
+    assert needs.of(replace(ask, operation="image_edit")).labels == {"pool=images"}
+    assert not needs.of(replace(ask, priority=Priority.BATCH)).fastest
+    assert not TierConfig.model_validate({"placement": {"critical_to_fastest": False}}).placement.needs().rules
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        ({"gpus": ["H100"]}, "placement.rules.0.gpus"),
+        ({"labels": {"a b": "c"}}, "placement.rules.0.labels"),
+        ({"exclusive": True}, "labels say which servers"),
+        ({"priorities": ["vip"]}, "placement.rules.0.priorities"),
+        ({"prefer": ["h100"]}, "unknown key 'placement.rules.0.prefer'"),
+    ],
+)
+def test_rules_that_make_no_sense_are_named(rule: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        config.load(TierConfig, overrides={"placement": {"rules": [rule]}})
 
 
 def test_no_key_could_be_mistaken_for_a_section() -> None:

@@ -1,19 +1,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import replace
 
 import pytest
 
+from common import clock
 from common.errors import DeadlineExceeded, Saturated
 from common.policy.stages import Route
 from common.policy.waiting import Bounds
-from common.queueing import Queue
+from common.queueing import Attempt, Queue
 from common.types import InferenceRequest, Priority, Shed
 
 REQUEST = InferenceRequest("0" * 32, "m", input_tokens=100, output_tokens=50.0)
 FULL = Shed("saturated", 1.0)
 ROUTE = Route((), None)
+
+
+def queue_of(bounds: Bounds) -> Queue:
+    return Queue(bounds, lambda route: None)
+
+
+def wait(queue: Queue, request: InferenceRequest, attempt: Attempt, shed: Shed) -> Coroutine[None, None, Route]:
+    return queue.route(request, attempt, shed, clock.now())
 
 
 class Places:
@@ -35,10 +45,10 @@ class Places:
 
 
 async def test_who_waits_goes_when_there_is_a_place_and_in_order() -> None:
-    queue, places = Queue(Bounds()), Places()
-    batch = asyncio.create_task(queue.route(replace(REQUEST, priority=Priority.BATCH), places.attempt("batch"), FULL))
-    first = asyncio.create_task(queue.route(REQUEST, places.attempt("first"), FULL))
-    second = asyncio.create_task(queue.route(REQUEST, places.attempt("second"), FULL))
+    queue, places = queue_of(Bounds()), Places()
+    batch = asyncio.create_task(wait(queue, replace(REQUEST, priority=Priority.BATCH), places.attempt("batch"), FULL))
+    first = asyncio.create_task(wait(queue, REQUEST, places.attempt("first"), FULL))
+    second = asyncio.create_task(wait(queue, REQUEST, places.attempt("second"), FULL))
     await asyncio.sleep(0)
     queue.wake()
     assert places.order == []
@@ -53,8 +63,8 @@ async def test_who_waits_goes_when_there_is_a_place_and_in_order() -> None:
 
 
 async def test_a_client_that_leaves_is_out_at_once() -> None:
-    queue, places = Queue(Bounds()), Places()
-    waiting = [asyncio.create_task(queue.route(REQUEST, places.attempt("x"), FULL)) for _ in range(50)]
+    queue, places = queue_of(Bounds()), Places()
+    waiting = [asyncio.create_task(wait(queue, REQUEST, places.attempt("x"), FULL)) for _ in range(50)]
     await asyncio.sleep(0)
     for task in waiting:
         task.cancel()
@@ -66,26 +76,26 @@ async def test_a_client_that_leaves_is_out_at_once() -> None:
 
 
 async def test_one_model_that_is_stuck_does_not_hold_up_another() -> None:
-    queue, none, places = Queue(Bounds()), Places(), Places(1)
-    stuck = asyncio.create_task(queue.route(REQUEST, none.attempt("m"), FULL))
-    other = asyncio.create_task(queue.route(replace(REQUEST, model="n"), places.attempt("n"), FULL))
+    queue, none, places = queue_of(Bounds()), Places(), Places(1)
+    stuck = asyncio.create_task(wait(queue, REQUEST, none.attempt("m"), FULL))
+    other = asyncio.create_task(wait(queue, replace(REQUEST, model="n"), places.attempt("n"), FULL))
     assert await other is ROUTE
     assert not stuck.done()
     stuck.cancel()
 
 
 async def test_the_room_is_bounded_and_so_is_the_wait() -> None:
-    queue, places = Queue(Bounds(max_requests=1, timeout_s=0.1)), Places()
-    waiting = asyncio.create_task(queue.route(REQUEST, places.attempt("x"), FULL))
+    queue, places = queue_of(Bounds(max_requests=1, timeout_s=0.1)), Places()
+    waiting = asyncio.create_task(wait(queue, REQUEST, places.attempt("x"), FULL))
     await asyncio.sleep(0)
     with pytest.raises(Saturated):
-        await queue.route(REQUEST, places.attempt("y"), FULL)
+        await wait(queue, REQUEST, places.attempt("y"), FULL)
     with pytest.raises(Saturated) as caught:
         await waiting
     assert caught.value.retry_after_s is not None
 
 
 async def test_a_deadline_ends_the_wait() -> None:
-    queue, places = Queue(Bounds()), Places()
+    queue, places = queue_of(Bounds()), Places()
     with pytest.raises(DeadlineExceeded):
-        await queue.route(replace(REQUEST, deadline_s=0.1), places.attempt("x"), FULL)
+        await wait(queue, replace(REQUEST, deadline_s=0.1), places.attempt("x"), FULL)

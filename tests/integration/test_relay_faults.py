@@ -325,7 +325,7 @@ async def test_a_few_full_servers_do_not_take_their_cluster_out(depth: int) -> N
 
 async def test_when_all_refuse_the_storm_is_bounded_and_ends_with_the_overload(depth: int) -> None:
     engines = [FakeEngine(name, Script.error(503)) for name in "abcd"]
-    async with tiers(*engines, depth=depth) as world:
+    async with tiers(*engines, depth=depth, queue={"max_requests": 0}) as world:
         responses = await asyncio.gather(*(world.chat() for _ in range(100)))
         assert {r.status for r in responses} <= {429, 503}
         assert all(is_error(r, r.status) or r.header("x-engine-id") for r in responses)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from common.membership.pools import Member, Tree, grow
 from common.membership.records import Place
-from common.types import Endpoint, Path, Peer, Phase, Pool
+from common.types import Endpoint, Kind, Path, Peer, Phase, Pool
 
 EU_A: Path = ("eu", "a")
 
@@ -71,6 +71,26 @@ def test_a_parent_sums_up_what_is_below() -> None:
     assert (b.models, b.fleet, b.price_usd_per_hour) == (frozenset({"z"}), (("l4", 1),), 1.0)
     (eu,) = tree.pools[()].endpoints
     assert (eu.models, eu.fleet, eu.price_usd_per_hour) == (frozenset("xyz"), (("h100", 2), ("l4", 1)), 3.0)
+
+
+def test_a_parent_knows_each_kind_below_it_once() -> None:
+    edge, big = frozenset({"site=edge"}), frozenset({"x"})
+    tree = grown(
+        instance(EU_A, "i1", gpu="l4", labels=edge, models=big),
+        instance(EU_A, "i2", gpu="l4", labels=edge, models=big),
+        instance(EU_A, "i3", gpu="h100", memory_gb=160.0, models=big, loadable=frozenset({"lora"})),
+    )
+    (a,) = tree.pools[("eu",)].endpoints
+    assert a.kinds == (Kind("h100", 160.0, frozenset(), frozenset({"x", "lora"})), Kind("l4", None, edge, big))
+    assert a.models == frozenset({"x", "lora"})
+    assert tree.pools[()].endpoints[0].kinds == a.kinds
+
+
+def test_too_many_kinds_are_taken_together_by_class() -> None:
+    many = [instance(EU_A, f"i{n}", gpu="l4", labels=frozenset({f"host=n{n}"}), memory_gb=float(n)) for n in range(65)]
+    (a,) = grown(*many).pools[("eu",)].endpoints
+    (kind,) = a.kinds
+    assert (kind.gpu, kind.memory_gb, len(kind.labels)) == ("l4", 64.0, 65)
 
 
 def test_one_instance_that_takes_any_model_makes_the_whole_take_any() -> None:

@@ -27,6 +27,9 @@ INSTANCE = Endpoint(
     phase=Phase.LOADING,
     boot="b1",
     capacity=Speed(0.01, 0.0001, 1e-7, 20_000.0),
+    memory_gb=160.0,
+    labels=frozenset({"site=edge", "pool=realtime"}),
+    loadable=frozenset({"french"}),
 )
 BALANCER = Peer("b1", "https://10.0.0.2:8443", load="10.0.0.2:9100", admin="http://10.0.0.2:9080", phase=Phase.DRAINING)
 
@@ -95,10 +98,32 @@ def test_values_are_as_documented() -> None:
     value = json.loads(encode(INSTANCE))
     assert value.keys() == {
         *("schema", "id", "url", "agent", "models", "engine", "gpu", "weight", "price_usd_per_hour", "phase", "boot"),
-        "capacity",
+        *("capacity", "memory_gb", "labels", "loadable"),
     }
     assert (value["schema"], value["phase"], value["models"]) == (1, "loading", ["llama-70b", "llama-8b"])
     assert json.loads(encode(BALANCER)).keys() == {"schema", "id", "url", "load", "admin", "phase"}
+
+
+def test_records_from_before_placement_are_read_with_nothing_known() -> None:
+    value = json.loads(encode(INSTANCE))
+    for field in ("memory_gb", "labels", "loadable"):
+        del value[field]
+    old = decode(Place(("eu", "a"), "i1", instance=True), json.dumps(value).encode())
+    assert old == replace(INSTANCE, memory_gb=None, labels=frozenset(), loadable=frozenset())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"memory_gb": -1.0},
+        {"labels": frozenset({"no value"})},
+        {"labels": frozenset({"key=" + "x" * 65})},
+        {"labels": frozenset(f"k{i}=v" for i in range(65))},
+    ],
+)
+def test_what_placement_cannot_use_is_not_written(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        encode(replace(INSTANCE, **fields))
 
 
 def test_unknown_fields_are_ignored() -> None:

@@ -304,7 +304,7 @@ def whole_gzip(status: int, headers: tuple[tuple[str, str], ...] = ()) -> Script
 @pytest.mark.parametrize("asked", [(), ("accept-encoding: gzip",), ("accept-encoding: identity",)])
 async def test_compressed_answers_pass_as_they_are(depth: int, asked: tuple[str, ...]) -> None:
     engine = FakeEngine("a")
-    async with tiers(engine, depth=depth, health={"eject_after": 1000}) as world:
+    async with tiers(engine, depth=depth, health={"eject_after": 1000}, queue={"max_requests": 0}) as world:
         for status in (200, 400, 404, 422, 500, 429, 503):
             engine.choose = lambda s, status=status: whole_gzip(status)  # type: ignore[misc]
             response = await ask(world.url, PATH, chat(MODEL), *asked)

@@ -14,6 +14,7 @@ from tests.integration.system import CLUSTER, Tiers, tiers
 from tests.servers import eventually
 
 EVEN = {"policy": {"name": "round_robin"}}
+AT_ONCE = {"queue": {"max_requests": 0}}  # refused rather than held until somebody has room
 
 
 def full(*values: str, status: int = 429, message: str = "the queue is full", **more: str) -> Script:
@@ -48,7 +49,7 @@ async def _asked_again(world: Tiers, engine: FakeEngine) -> bool:
 
 async def test_when_all_are_full_the_shortest_pause_and_the_servers_words_come_back(depth: int) -> None:
     engines = FakeEngine("a", full("2", message="A is full")), FakeEngine("b", full("7", message="B is full"))
-    async with tiers(*engines, depth=depth) as world:
+    async with tiers(*engines, depth=depth, **AT_ONCE) as world:
         response = await world.chat()
         assert response.status == 429
         assert response.header("retry-after") == "2"
@@ -86,7 +87,7 @@ FORMS: dict[str, tuple[Script, tuple[float, float]]] = {
 
 async def test_every_form_is_understood_or_passed_over(depth: int) -> None:
     engine = FakeEngine("a")
-    async with tiers(engine, depth=depth) as world:
+    async with tiers(engine, depth=depth, **AT_ONCE) as world:
         candidate = world.candidate(engine)
         for name, (script, (least, most)) in FORMS.items():
             for tier in world.chain:
@@ -128,7 +129,7 @@ def breaker(world: Tiers, engine: FakeEngine) -> str:
 @pytest.mark.parametrize("status", [400, 404, 413, 422, 501])
 async def test_what_is_the_clients_fault_opens_nothing(depth: int, status: int) -> None:
     engine = FakeEngine("a", Script.error(status, "maximum context length"))
-    async with tiers(engine, depth=depth, **FIVE) as world:
+    async with tiers(engine, depth=depth, **AT_ONCE, **FIVE) as world:
         assert [(await world.chat()).status for _ in range(50)] == [status] * 50
         assert breaker(world, engine) == "closed"
         assert world.candidate(engine).breaker.failures == 0
@@ -136,7 +137,7 @@ async def test_what_is_the_clients_fault_opens_nothing(depth: int, status: int) 
 
 async def test_load_opens_nothing_and_the_server_is_used_again_at_once(depth: int) -> None:
     a, b = FakeEngine("a"), FakeEngine("b")
-    async with tiers(a, b, depth=depth, **FIVE, **EVEN) as world:
+    async with tiers(a, b, depth=depth, **AT_ONCE, **FIVE, **EVEN) as world:
         a.choose = lambda s: full(status=503)
         for _ in range(50):
             assert (await world.chat()).status == 200
@@ -153,7 +154,7 @@ async def test_load_opens_nothing_and_the_server_is_used_again_at_once(depth: in
 
 async def test_five_failures_open_it_whatever_comes_between(depth: int) -> None:
     engine = FakeEngine("a")
-    async with tiers(engine, depth=depth, **FIVE) as world:
+    async with tiers(engine, depth=depth, **AT_ONCE, **FIVE) as world:
         for count in range(1, 6):
             engine.then(Script.error(500), Script.error(400))
             assert breaker(world, engine) == "closed"
@@ -177,7 +178,7 @@ async def opened(world: Tiers, engine: FakeEngine) -> None:
 @pytest.mark.parametrize("trial", ["a 400", "a 429", "a client that leaves"])
 async def test_a_trial_that_says_nothing_neither_closes_nor_opens(depth: int, trial: str) -> None:
     engine = FakeEngine("a")
-    async with tiers(engine, depth=depth, **FIVE) as world:
+    async with tiers(engine, depth=depth, **AT_ONCE, **FIVE) as world:
         await opened(world, engine)
         openings = world.candidate(engine).breaker.openings
         if trial == "a client that leaves":
@@ -202,7 +203,7 @@ async def test_a_trial_that_says_nothing_neither_closes_nor_opens(depth: int, tr
 
 async def test_a_trial_that_fails_opens_it_again(depth: int) -> None:
     engine = FakeEngine("a")
-    async with tiers(engine, depth=depth, **FIVE) as world:
+    async with tiers(engine, depth=depth, **AT_ONCE, **FIVE) as world:
         await opened(world, engine)
         engine.then(Script.error(500))
         assert (await world.chat()).status == 500
@@ -213,7 +214,7 @@ async def test_a_poison_prompt_opens_nobody(depth: int) -> None:
     """Some servers say 500 where they mean 400; a client that sends it again and again must not shut the fleet."""
     poison = Script.error(500, "This model's maximum context length is 4096 tokens. However, you requested 9000 tokens")
     engines = [FakeEngine(name, poison) for name in "abc"]
-    async with tiers(*engines, depth=depth, **FIVE, **EVEN) as world:
+    async with tiers(*engines, depth=depth, **AT_ONCE, **FIVE, **EVEN) as world:
         responses = [await world.chat() for _ in range(30)]
         assert [r.status for r in responses] == [500] * 30
         assert seen(world) <= 60
@@ -222,7 +223,7 @@ async def test_a_poison_prompt_opens_nobody(depth: int) -> None:
 
 async def test_out_of_memory_is_a_failure_of_the_server(depth: int) -> None:
     engine = FakeEngine("a", Script.error(500, "CUDA out of memory. Tried to allocate 2.00 GiB"))
-    async with tiers(engine, depth=depth, **FIVE) as world:
+    async with tiers(engine, depth=depth, **AT_ONCE, **FIVE) as world:
         for _ in range(5):
             await world.chat()
         assert breaker(world, engine) == "open"

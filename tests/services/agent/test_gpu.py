@@ -235,7 +235,7 @@ def test_count_changes_and_indices_keep_their_meaning(stub: Stub, sampler: GpuSa
         joined = accelerators(sampler)
         assert joined.of(mine, clock.now()).utilization == pytest.approx(0.6)  # GPU-4 still
         gone = joined.of(InstanceConfig(url="http://h:1", devices=(3,)), clock.now())
-        assert gone == Accelerator("h100")  # its class stays, its figures are absent
+        assert gone == Accelerator("h100", memory_gb=85.9)  # its class and size stay, its figures are absent
         stub.removed = -1
         shown(sampler, lambda d: len(d) == 8)
     assert [log["state"] for log in logs] == ["7 devices", "8 devices"]
@@ -323,15 +323,17 @@ def test_an_instance_has_its_devices(stub: Stub, sampler: GpuSampler) -> None:
     shown(sampler, len)
     both = InstanceConfig(url="http://h:1", devices=(0, "GPU-1"))
     joined = accelerators(sampler)
-    assert joined.of(both, clock.now()) == Accelerator("h100", pytest.approx(0.425), 100 * GB)
+    assert joined.of(both, clock.now()) == Accelerator("h100", pytest.approx(0.425), 100 * GB, 171.8)
     second = InstanceConfig(url="http://h:1", devices=("GPU-1",), gpu="special")
-    assert joined.of(second, clock.now()) == Accelerator("special", pytest.approx(0.45), 50 * GB)
+    assert joined.of(second, clock.now()) == Accelerator("special", pytest.approx(0.45), 50 * GB, 85.9)
     assert joined.of(InstanceConfig(url="http://h:1", devices=(7,)), clock.now()) == Accelerator()
     anyone = InstanceConfig(url="http://h:1")
     assert joined.of(anyone, clock.now()) == Accelerator()  # two GPUs, and nobody says whose
     assert accelerators(sampler, sole=True).of(anyone, clock.now()) == Accelerator(
-        "h100", pytest.approx(0.425), 100 * GB
+        "h100", pytest.approx(0.425), 100 * GB, 171.8
     )
+    told = InstanceConfig(url="http://h:1", devices=(0, 1), memory_gb=60.0)
+    assert joined.of(told, clock.now()).memory_gb == 60.0
 
 
 def test_a_lost_gpu_marks_only_its_instance(stub: Stub, sampler: GpuSampler) -> None:
@@ -340,9 +342,9 @@ def test_a_lost_gpu_marks_only_its_instance(stub: Stub, sampler: GpuSampler) -> 
     shown(sampler, lambda d: any(x.lost for x in d))
     joined = accelerators(sampler)
     assert joined.of(InstanceConfig(url="http://h:1", devices=(0,)), clock.now()).utilization == pytest.approx(0.4)
-    assert joined.of(InstanceConfig(url="http://h:1", devices=(1,)), clock.now()) == Accelerator("h100")
+    assert joined.of(InstanceConfig(url="http://h:1", devices=(1,)), clock.now()) == Accelerator("h100", memory_gb=85.9)
     both = InstanceConfig(url="http://h:1", devices=(0, 1))
-    assert joined.of(both, clock.now()) == Accelerator("h100")
+    assert joined.of(both, clock.now()) == Accelerator("h100", memory_gb=171.8)
 
 
 def test_a_host_without_gpus_computes_on_its_cpu_if_told_so() -> None:
