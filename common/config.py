@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from ipaddress import ip_network
 from pathlib import Path as FilePath
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -50,6 +51,21 @@ def _url(value: str) -> str:
     return value.rstrip("/")
 
 
+def _network(value: str) -> str:
+    try:
+        return str(ip_network(value))
+    except ValueError:
+        raise ValueError("must be an address or a network, as in 10.0.0.0/8") from None
+
+
+def _token(value: str) -> str:
+    if not re.fullmatch(r"[!-~]{16,512}", value):
+        raise ValueError("must be 16 to 512 visible characters")
+    return value
+
+
+NetworkAddress = Annotated[str, AfterValidator(_network)]
+Token = Annotated[str, AfterValidator(_token)]
 Name = Annotated[str, AfterValidator(_name)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
 Url = Annotated[str, AfterValidator(_url)]
@@ -78,6 +94,12 @@ class Limits(Section):
     """A client's connection may be idle this long between requests."""
     max_connections: Count = 10_000
     """Client connections at once; further ones are closed."""
+    max_connections_per_address: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Of these from one client address (of IPv6: one /64); further ones are closed; 0: as many as there may be."""
+    requests_per_s_per_address: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Requests a second from one client address, two seconds' worth at once; more are refused with 429; 0: no limit."""
+    unlimited_addresses: tuple[NetworkAddress, ...] = ()
+    """Networks that these two do not concern: of proxies in front and of other tiers, as in 10.0.0.0/8."""
 
 
 class Upstream(Section):
@@ -270,7 +292,7 @@ class Etcd(Section):
 class Redis(Section):
     """Session affinity shared by balancers."""
 
-    url: str = ""
+    url: Annotated[str, Field(repr=False)] = ""
     """As in redis://host:6379/0; none: sessions are known to this process alone."""
     budget_ms: Annotated[float, Field(gt=0.0, le=1000.0)] = 10.0
     """A lookup that takes longer is given up, milliseconds."""
@@ -288,10 +310,14 @@ class Tracing(Section):
 
 
 class Auth(Section):
-    """Between tiers."""
+    """Between tiers, and towards those who operate them."""
 
     route_keys: Annotated[tuple[str, ...], Field(repr=False)] = ()
     """Keys that sign the route header: the first signs, all verify; none: one that all tiers find in etcd."""
+    admin_tokens: Annotated[tuple[Token, ...], Field(repr=False, max_length=16)] = ()
+    """Tokens of which the admin listener wants one; off loopback it answers little without any are configured."""
+    open_metrics: bool = True
+    """Whether /metrics is answered to anybody who reaches the admin listener; health is in any case."""
 
 
 class Price(Section):
@@ -513,6 +539,7 @@ def load(
         if value is not None:
             values[key] = value
             given[key,] = "command line"
+    _read_secrets(values, model, (), lines, given)
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -556,6 +583,40 @@ def _plain(node: yaml.Node, at: Key, lines: dict[Key, int], file: FilePath) -> A
         return loader.construct_object(node)
     except (ValueError, LookupError, AttributeError) as error:  # a date that does not exist, a number that is none
         raise ConfigError(f"{file}:{node.start_mark.line + 1}: not valid YAML: {error}") from None
+
+
+def _read_secrets(
+    values: dict[str, Any], model: type[BaseModel], at: Key, lines: dict[Key, int], given: dict[Key, str]
+) -> None:
+    """Put in the place of `password_file: FILE` a `password` with what stands in the file, for every secret key.
+
+    Of several, as `route_keys` takes, each stands on a line. Secrets are the keys that are kept out of what is printed.
+    """
+    fields = model.model_fields
+    for key, value in list(values.items()):
+        if key in fields:
+            kind = fields[key].annotation
+            if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, BaseModel):
+                _read_secrets(value, kind, (*at, key), lines, given)
+            continue
+        name = key.removesuffix("_file")
+        if name == key or name not in fields or fields[name].repr:
+            continue
+        where = given.get((*at, key)) or f"line {lines.get((*at, key), 0)}"
+        dotted = ".".join(str(part) for part in (*at, key))
+        if name in values:
+            raise ConfigError(f"{where}: {dotted}: excludes {name}")
+        try:
+            text = FilePath(str(value)).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise ConfigError(f"{where}: {dotted}: {str(value)[:200]} cannot be read: {reason}") from None
+        secrets = [line.strip() for line in text.splitlines() if line.strip()]
+        if not secrets:
+            raise ConfigError(f"{where}: {dotted}: {str(value)[:200]} is empty")
+        del values[key]
+        values[name] = secrets[0] if _is_text(model, (name,)) else secrets
+        given[*at, name] = f"{where}, of {str(value)[:200]}"
 
 
 def _merge_environment(
@@ -606,6 +667,6 @@ def _explain(error: ValidationError, name: str, lines: Mapping[Key, int], given:
         return f"{where}: unknown key '{key}'"
     message = first["msg"].removeprefix("Value error, ")
     value = first.get("input")
-    secret = "key" in key or "password" in key
+    secret = any(word in key for word in ("key", "password", "token", "redis.url"))
     shown = f" (got {value!r})" if isinstance(value, str | int | float | bool) and not secret else ""
     return f"{where}: {key}: {message[0].lower()}{message[1:]}{shown}"

@@ -10,10 +10,11 @@ import asyncio
 import hashlib
 from dataclasses import replace
 
-from common import apis
+from common import apis, clock
 from common.affinity import Affinity
 from common.balancing import Balancing
-from common.errors import BadRequest, Draining, ModelNotFound, NoEndpoints
+from common.errors import BadRequest, Draining, ModelNotFound, NoEndpoints, QuotaExceeded
+from common.policy.addresses import AddressRates, client_of, within
 from common.policy.input_length import InputLength
 from common.policy.output_length import OutputLength
 from common.records import RequestRecord
@@ -49,6 +50,7 @@ class Intake:
         self._signer = signer
         self._lengths = lengths
         self._gate = gate
+        self._addresses = AddressRates()
         self._verified_peers = verified_peers  # a peer has to show a certificate as well
         # Says in `Via` that a request went from this system to a server; nobody without the key can say so.
         self.pseudonym = b"headwater-" + hashlib.sha256(b"via" + signer.keys[0]).hexdigest()[:12].encode()
@@ -77,6 +79,7 @@ class Intake:
         self, exchange: Exchange, matched: apis.Match, record: RequestRecord
     ) -> tuple[Admission | None, InferenceRequest]:
         """A client's request. Where callers are asked who they are, that comes before anything is read for them."""
+        self.count(exchange)
         if self._gate is None:
             request, asked = await self._understand(exchange, matched, record, "")
             return None, request if asked is None else replace(request, priority=asked)
@@ -87,6 +90,16 @@ class Intake:
         request, asked = await self._understand(exchange, matched, record, caller.tenant.name)
         admission = await self._gate.admit(caller, request, asked)
         return admission, admission.request
+
+    def count(self, exchange: Exchange) -> None:
+        """Count a client's request for its address. Raises QuotaExceeded for one of too many."""
+        client, limits = exchange.client, exchange.client.limits
+        rate = limits.requests_per_s_per_address
+        if not rate or within(client.peername, limits.unlimited_addresses):
+            return
+        wait_s = self._addresses.take(client_of(client.peername), rate, clock.now())
+        if wait_s:
+            raise QuotaExceeded("too many requests come from your address", retry_after_s=wait_s)
 
     def _told(self, exchange: Exchange, header: bytes, record: RequestRecord) -> Route | None:
         """A peer's word on a request; None when it is no peer's."""

@@ -57,12 +57,8 @@ class Replies:
         if exchange.status:
             exchange.client.cut(apis.error_event(api.family, SSE, str(error), error.code))
             return
-        headers = [JSON, *self.cors.answer(exchange.headers)]
-        if isinstance(error, AccessError):
-            headers += error.headers
+        headers = [JSON, *self.cors.answer(exchange.headers), *_said_with(error)]
         added = [(DECISION, record.id.encode())]
-        if error.retry_after_s is not None:
-            headers.append((b"retry-after", b"%d" % max(1, ceil(error.retry_after_s))))
         if record.from_peer:
             added.append((ATTEMPTS, b"%d" % record.executions))
             if error.elsewhere:
@@ -72,7 +68,7 @@ class Replies:
     def denial(self, exchange: Exchange, error: AccessError) -> None:
         """Tell whoever asks for something that is not relayed that he may not."""
         body = apis.error_body(apis.family_of(exchange.path), error)
-        fields = [JSON, *error.headers, *self.cors.answer(exchange.headers)]
+        fields = [JSON, *self.cors.answer(exchange.headers), *_said_with(error)]
         exchange.client.respond(error.status, fields, body)
 
     def refusal(self, exchange: Exchange, api: apis.Api, record: RequestRecord, answer: Answer) -> None:
@@ -89,6 +85,14 @@ class Replies:
         if self.cors:
             kept = [(k, v) for k, v in kept if not k.startswith(cors.PREFIX)] + self.cors.answer(exchange.headers)
         exchange.client.respond(answer.status, kept, body, heads.lines(added))
+
+
+def _said_with(error: LBError) -> heads.Headers:
+    """Headers that belong to an error."""
+    fields = list(error.headers) if isinstance(error, AccessError) else []
+    if error.retry_after_s is not None:
+        fields.append((b"retry-after", b"%d" % max(1, ceil(error.retry_after_s))))
+    return fields
 
 
 def _whole(answer: Answer, api: apis.Api) -> tuple[heads.Headers, bytes]:

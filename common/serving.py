@@ -165,9 +165,11 @@ class Serving:
     async def _answer_here(self, exchange: Exchange) -> None:
         """What is not relayed; whether this process lives, anybody may ask."""
         tenant = None
-        if self._gate is not None and exchange.path not in apis.HEALTH:
+        if exchange.path not in apis.HEALTH:
             try:
-                tenant = self._gate.identify(exchange.headers).tenant
+                self.intake.count(exchange)
+                if self._gate is not None:
+                    tenant = self._gate.identify(exchange.headers).tenant
             except AccessError as error:
                 self.replies.denial(exchange, error)
                 return

@@ -28,6 +28,7 @@ from common.balancing import Balancing
 from common.config import TierConfig
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.exchange import Exchange as ReplicaExchange
+from common.guard import Guard, peer_token
 from common.hung import HungPeers
 from common.local import local_app
 from common.membership import Membership
@@ -236,8 +237,10 @@ class TierProcess:
         except OSError as error:
             raise ConfigError(f"cannot listen on {self.config.admin} (admin): {error.strerror or error}") from None
         self.admin_port = int(socket.getsockname()[1])
+        auth = self.config.auth
+        guard = Guard(app, host, auth.admin_tokens, lambda: self.signer.keys, open_metrics=auth.open_metrics)
         settings = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=int(ADMIN_STOP_S)
+            guard, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=int(ADMIN_STOP_S)
         )
         self._admin = _AdminServer(settings)
         self._spawn(self._admin.serve([socket]), "admin")
@@ -284,7 +287,11 @@ class TierProcess:
     def _admin_urls(self) -> frozenset[str]:
         peers = [p for pool in self.pools.values() for e in pool.endpoints for p in e.balancers]
         peers += self.membership.balancers(())
-        return frozenset(p.admin for p in peers if p.admin and p.id != self.id)
+        token = peer_token(
+            self.signer.keys[0]
+        )  # as the password in the URL, which httpx takes for basic authentication
+        urls = (p.admin.partition("://") for p in peers if p.admin and p.id != self.id)
+        return frozenset(f"{scheme}://peer:{token}@{rest}" for scheme, _, rest in urls)
 
     def _delay_of(self, url: str) -> float:
         """The emulated round trip to a peer, by its region; 0 within our own."""

@@ -125,12 +125,14 @@ def trace(
     import msgspec  # noqa: PLC0415
 
     from common.spans import read_spans, render  # noqa: PLC0415
+    from services.cli.admin_api import token_headers  # noqa: PLC0415
 
     try:
-        reply = httpx.get(f"{admin.rstrip('/')}/admin/v1/traces/{trace_id}", params={"everywhere": True}, timeout=10)
+        url, everywhere = f"{admin.rstrip('/')}/admin/v1/traces/{trace_id}", {"everywhere": True}
+        reply = httpx.get(url, params=everywhere, headers=token_headers(), timeout=10)
         reply.raise_for_status()
         spans = read_spans(reply.content)
-    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, OSError) as error:
         raise fail(f"no trace from {admin}: {error}") from None
     if not spans:
         raise fail(f"no tier remembers the trace {trace_id}; tiers keep the last `tracing.recent` requests")

@@ -6,10 +6,8 @@ A key is printed once, by the command that made it, on standard output alone: it
 from __future__ import annotations
 
 import json
-import os
 import re
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
@@ -18,6 +16,7 @@ import typer
 from common import clock
 from common.tenancy.keys import make
 from common.tenancy.sources import in_yaml
+from services.cli.admin_api import token_headers
 
 TIMEOUT_S = 10.0
 ADMIN_URL = "http://127.0.0.1:9080"
@@ -28,12 +27,6 @@ key = typer.Typer(no_args_is_help=True, help="Keys of tenants: made, rotated, re
 
 AdminUrl = Annotated[
     str, typer.Option("--admin", metavar="URL", envvar="HEADWATER_ADMIN_URL", help="of any tier that clients reach")
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file", envvar="HEADWATER_ADMIN_TOKEN_FILE", help="the admin listener's token, where it has one"
-    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="as the admin API says it")]
 Name = Annotated[str, typer.Argument(metavar="TENANT")]
@@ -50,16 +43,11 @@ def fail(message: str) -> typer.Exit:
     return typer.Exit(1)
 
 
-def ask(method: str, admin: str, path: str, token_file: Path | None, body: Any = None) -> Any:
+def ask(method: str, admin: str, path: str, body: Any = None) -> Any:
     """What the admin API answers. Ends the command where it refuses."""
-    headers = {}
-    token = os.environ.get("HEADWATER_ADMIN_TOKEN", "")
     try:
-        if token_file is not None:
-            token = token_file.read_text(encoding="utf-8").strip()
-        if token:
-            headers["authorization"] = f"Bearer {token}"
         url = f"{admin.rstrip('/')}/admin/v1{path}"
+        headers = token_headers()
         reply = httpx.request(method, url, json=body, headers=headers, timeout=TIMEOUT_S, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         raise fail(f"{admin}: {error}") from None
@@ -80,9 +68,9 @@ def ask(method: str, admin: str, path: str, token_file: Path | None, body: Any =
 
 
 @tenant.command("list")
-def list_tenants(admin: AdminUrl = ADMIN_URL, token_file: TokenFile = None, as_json: AsJson = False) -> None:
+def list_tenants(admin: AdminUrl = ADMIN_URL, as_json: AsJson = False) -> None:
     """All tenants."""
-    found = ask("GET", admin, "/tenants", token_file)
+    found = ask("GET", admin, "/tenants")
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -91,9 +79,9 @@ def list_tenants(admin: AdminUrl = ADMIN_URL, token_file: TokenFile = None, as_j
 
 
 @tenant.command("show")
-def show_tenant(name: Name, admin: AdminUrl = ADMIN_URL, token_file: TokenFile = None) -> None:
+def show_tenant(name: Name, admin: AdminUrl = ADMIN_URL) -> None:
     """One of them: limits, keys, and what it has used this month, as JSON."""
-    typer.echo(json.dumps(ask("GET", admin, f"/tenants/{name}", token_file), indent=2))
+    typer.echo(json.dumps(ask("GET", admin, f"/tenants/{name}"), indent=2))
 
 
 @tenant.command("set")
@@ -103,23 +91,22 @@ def set_tenant(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]…", help="as requests_per_minute=600 or models=m1,m2")
     ] = None,
     admin: AdminUrl = ADMIN_URL,
-    token_file: TokenFile = None,
 ) -> None:
     """Create a tenant, or change some of what it may; an empty value takes a limit away."""
-    there = {t["name"]: t for t in ask("GET", admin, "/tenants", token_file)}
+    there = {t["name"]: t for t in ask("GET", admin, "/tenants")}
     spec = {k: v for k, v in there.get(name, {}).items() if k not in ("name", "under_way_here")}
     for setting in settings or []:
         field, equals, value = setting.partition("=")
         if not equals:
             raise fail(f"{setting!r} is not KEY=VALUE")
         spec[field] = _value(field, value)
-    typer.echo(json.dumps(ask("PUT", admin, f"/tenants/{name}", token_file, spec), indent=2))
+    typer.echo(json.dumps(ask("PUT", admin, f"/tenants/{name}", spec), indent=2))
 
 
 @tenant.command("delete")
-def delete_tenant(name: Name, admin: AdminUrl = ADMIN_URL, token_file: TokenFile = None) -> None:
+def delete_tenant(name: Name, admin: AdminUrl = ADMIN_URL) -> None:
     """Delete a tenant and all its keys."""
-    ask("DELETE", admin, f"/tenants/{name}", token_file)
+    ask("DELETE", admin, f"/tenants/{name}")
 
 
 def _value(field: str, value: str) -> Any:
@@ -134,9 +121,9 @@ def _value(field: str, value: str) -> Any:
 
 
 @key.command("list")
-def list_keys(name: Name, admin: AdminUrl = ADMIN_URL, token_file: TokenFile = None, as_json: AsJson = False) -> None:
+def list_keys(name: Name, admin: AdminUrl = ADMIN_URL, as_json: AsJson = False) -> None:
     """A tenant's keys, by their ids."""
-    found = ask("GET", admin, f"/tenants/{name}/keys", token_file)
+    found = ask("GET", admin, f"/tenants/{name}/keys")
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -153,7 +140,6 @@ def new_key(
         bool, typer.Option("--yaml", help="ask nobody: print the key, and the lines for a file of tenants on stderr")
     ] = False,
     admin: AdminUrl = ADMIN_URL,
-    token_file: TokenFile = None,
 ) -> None:
     """Make a key, and print it; nobody can show it again."""
     until = _time(expires)
@@ -163,7 +149,7 @@ def new_key(
         typer.echo(in_yaml(name, spec), err=True, nl=False)
         return
     body = {"expires": until.isoformat() if until else None, "note": note}
-    _shown(ask("POST", admin, f"/tenants/{name}/keys", token_file, body))
+    _shown(ask("POST", admin, f"/tenants/{name}/keys", body))
 
 
 @key.command("rotate")
@@ -172,18 +158,17 @@ def rotate_key(
     overlap: Annotated[str, typer.Option("--overlap", metavar="TIME", help="how long the old one is good")] = "1d",
     expires: Expires = None,
     admin: AdminUrl = ADMIN_URL,
-    token_file: TokenFile = None,
 ) -> None:
     """Make a key in another's place, and print it."""
     until = _time(expires)
     body = {"overlap_s": _seconds(overlap), "expires": until.isoformat() if until else None}
-    _shown(ask("POST", admin, f"/keys/{id_}/rotate", token_file, body))
+    _shown(ask("POST", admin, f"/keys/{id_}/rotate", body))
 
 
 @key.command("revoke")
-def revoke_key(id_: KeyId, admin: AdminUrl = ADMIN_URL, token_file: TokenFile = None) -> None:
+def revoke_key(id_: KeyId, admin: AdminUrl = ADMIN_URL) -> None:
     """Refuse a key from now on."""
-    ask("DELETE", admin, f"/keys/{id_}", token_file)
+    ask("DELETE", admin, f"/keys/{id_}")
 
 
 def _shown(made: dict[str, Any]) -> None:
