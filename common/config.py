@@ -381,14 +381,6 @@ class TenantsSection(Section):
     usage_stream_entries: Annotated[int, Field(ge=1000, le=1_000_000_000)] = 1_000_000
     """About so many are kept in it."""
 
-    @model_validator(mode="after")
-    def _fit(self) -> TenantsSection:
-        if self.file and self.stored:
-            raise ValueError("file and stored exclude each other")
-        if not self.enabled and (self.anonymous or self.oidc or self.usage_file or self.usage_stream):
-            raise ValueError("needs `file` or `stored`: without tenants nobody is asked who he is")
-        return self
-
     @property
     def enabled(self) -> bool:
         """Whether callers are asked who they are."""

@@ -55,9 +55,9 @@ async def tenants_of(config: TierConfig, store: MembershipStore, replicas: Calla
     `replicas`: how many balancers share the limits while they cannot tell each other.
     """
     wanted = config.tenants
+    _check(config)
     if not wanted.enabled:
         return None
-    _check(config)
     own_store = None
     source: FileTenants | StoredTenants
     if wanted.file:
@@ -84,6 +84,10 @@ async def tenants_of(config: TierConfig, store: MembershipStore, replicas: Calla
 
 def _check(config: TierConfig) -> None:
     wanted = config.tenants
+    if wanted.file and wanted.stored:
+        raise ConfigError("tenants: file and stored exclude each other")
+    if not wanted.enabled and (wanted.anonymous or wanted.oidc or wanted.usage_file or wanted.usage_stream):
+        raise ConfigError("tenants: needs file or stored: without tenants nobody is asked who he is")
     if wanted.stored and not config.etcd.urls:
         raise ConfigError("tenants.stored: needs etcd.urls")
     if wanted.usage_stream and not config.redis.url:

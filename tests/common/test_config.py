@@ -332,6 +332,8 @@ SPECIAL = {
     "forward.drop_headers": "[x-one, X-Two]",
     "network.emulated_rtt_s": "{eu: 0.5}",
     "reports.listen": "127.0.0.1:1",
+    "tenants.prices": "{'*': {input_usd: 1.5}}",
+    "tenants.oidc": "[{issuer: 'https://a.example', audience: [b]}]",
     "placement.rules": "[{models: [a*], gpus: [h100], labels: {site: edge}, priorities: [critical]}]",
 }
 
@@ -353,10 +355,12 @@ def another(path: str, kind: Any, default: Any) -> str:
 
 
 def dumped(value: Any) -> Any:
-    """As `model_dump` has it, where it is a list of sections."""
-    return (
-        tuple(v.model_dump() if isinstance(v, BaseModel) else v for v in value) if isinstance(value, tuple) else value
-    )
+    """As `model_dump` has it, where sections are in a list or have names of the user's."""
+    if isinstance(value, tuple):
+        return tuple(dumped(v) for v in value)
+    if isinstance(value, dict):
+        return {k: dumped(v) for k, v in value.items()}
+    return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 EVERY = [pytest.param(*key, id=".".join(key[0])) for key in keys(TierConfig)]
