@@ -309,6 +309,46 @@ def test_a_bad_flag_is_not_blamed_on_the_file(file: Path) -> None:
         load(file, "listen: ':80'\n", listen="x")
 
 
+# -- secrets in files --------------------------------------------------------------------------------------------------
+
+
+def test_secrets_come_from_files(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"password": "p w\n", "keys": "one-key\n\ntwo-key\n", "url": "redis://:x@h:1/0"}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("HEADWATER_REDIS__URL_FILE", str(tmp_path / "url"))
+    text = f"etcd: {{password_file: {tmp_path}/password}}\nauth: {{route_keys_file: {tmp_path}/keys}}\n"
+    read = load(file, text)
+    assert (read.etcd.password, read.redis.url) == ("p w", "redis://:x@h:1/0")
+    assert read.auth.route_keys == ("one-key", "two-key")
+    assert "p w" not in repr(read)
+    assert "two-key" not in repr(read)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("etcd:\n  password_file: /nowhere", ": line 2: etcd.password_file: /nowhere cannot be read"),
+        ("etcd: {password: a, password_file: /dev/null}", "etcd.password_file: excludes password"),
+        ("etcd: {password_file: /dev/null}", "etcd.password_file: /dev/null is empty"),
+        ("etcd: {prefix_file: /dev/null}", "unknown key 'etcd.prefix_file'"),  # of secrets alone
+    ],
+)
+def test_a_file_of_a_secret_that_is_of_no_use(file: Path, text: str, said: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        config.load(TierConfig, file)
+    assert said.removeprefix(": ") in str(caught.value)
+
+
+def test_a_bad_secret_from_a_file_is_not_shown(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("too short")
+    file.write_text(f"auth: {{admin_tokens_file: {tmp_path}/tokens}}")
+    with pytest.raises(ConfigError) as caught:
+        config.load(TierConfig, file)
+    assert "too short" not in str(caught.value)
+    assert "tokens" in str(caught.value)
+
+
 # -- every key -------------------------------------------------------------------------------------------------------
 
 
@@ -326,7 +366,10 @@ SPECIAL = {
     "admin": "127.0.0.1:1",
     "id": "x-1",
     "etcd.urls": "[http://a:1]",
+    "limits.requests_per_s_per_address": "10.0",
+    "limits.unlimited_addresses": "[10.0.0.0/8]",
     "auth.route_keys": "[one, two]",
+    "auth.admin_tokens": "[0123456789abcdef]",
     "cors.allowed_origins": "[https://a.example]",
     "streaming.keepalive_comment_s": "10.0",
     "forward.drop_headers": "[x-one, X-Two]",

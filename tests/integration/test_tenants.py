@@ -19,7 +19,7 @@ import pytest
 from openai import AsyncOpenAI, AuthenticationError, NotFoundError, PermissionDeniedError, RateLimitError
 
 from tests.integration.clients import Raw, ask, chat, get, metrics, total
-from tests.integration.system import MODEL, PORTS, Addresses, Process, engine_process, headwater
+from tests.integration.system import MODEL, PORTS, Addresses, Process, engine_process, headwater, run_command
 from tests.servers import EtcdServer, RedisServer, Server, eventually
 
 PATH = "/v1/chat/completions"
@@ -29,12 +29,7 @@ ETCD_S, START_S, SEEN_S = 10.0, 90.0, 20.0
 
 async def command(*arguments: str, code: int = 0) -> tuple[str, str]:
     """What one of our commands writes."""
-    process = await asyncio.create_subprocess_exec(
-        *headwater(*arguments), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, err = await process.communicate()
-    assert process.returncode == code, (arguments, out, err)
-    return out.decode(), err.decode()
+    return await run_command(headwater(*arguments), code=code)
 
 
 class World:
