@@ -143,6 +143,7 @@ def trace(
 ELSEWHERE = {  # commands, and groups of them, that stand in a module of their own, which takes long to import
     "bench": ("services.bench.__main__", "bench"),
     "demo": ("services.demo.__main__", "demo"),
+    "certs": ("services.cli.certs", "certs"),
     "key": ("services.cli.tenants", "key"),
     "engine": ("services.engine_sim.__main__", "command"),
     "sim": ("services.sim.__main__", "sim"),
