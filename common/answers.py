@@ -218,6 +218,18 @@ _RESULTS: Final = ("choices", "data", "output", "outputs", "response", "results"
 _STATUS_WITHIN: Final = re.compile(rb'"code"\s*:\s*"?([45]\d\d)\b|\[([45]\d\d)\]')
 
 
+_ELSEWHERE: Final = {"tgi": (404, 424, 429), "triton": (400, 404, 429)}
+
+
+TELLS_BUSY: Final = frozenset({"torchserve", "sglang"})
+"""Engines whose 503 says so when they are full; of others one without a known word may mean that as well."""
+
+
+def may_move(engine: str, status: int) -> bool:
+    """Whether an answer of that status may be a reason to try elsewhere, so that it has to be read."""
+    return status >= 500 or (status >= 400 and status in _ELSEWHERE.get(engine, (404, 429)))
+
+
 def classify(engine: str, status: int, headers: Headers, body: bytes) -> Reading:
     """What an answer means. `body`: its beginning is enough. For a stream: one event of it, under its status of 200.
 

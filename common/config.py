@@ -166,9 +166,15 @@ class PolicySection(Section):
     """How a stage chooses."""
 
     name: str = "predicted_completion"
-    """How every stage chooses: predicted_completion, round_robin or least_connections."""
+    """How every stage chooses: predicted_completion, or one to compare it with (earliest_completion, least_work_left,
+    round_robin, weighted_round_robin, least_connections, weighted_least_connections, weighted_response_time,
+    least_load, power_of_two, hash, prefix_affinity)."""
     price_weight_s_per_usd: Annotated[float, Field(ge=0.0)] = 1e4
     """Seconds that a dollar weighs; a typical request costs about 1e-4 $."""
+    slo_ttft_s: Seconds | None = None
+    """Service level of requests that name none (`x-slo-ttft-ms`), seconds to the first token; empty: none."""
+    slo_tpot_s: Seconds | None = None
+    """And seconds for each token after it (`x-slo-tpot-ms`). A predicted miss weighs 20 s in the cost."""
 
 
 Globs = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=512)], ...], Field(max_length=256)]

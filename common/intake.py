@@ -24,7 +24,7 @@ from common.relay.exchange import Exchange
 from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
 from common.tenancy.gate import Admission, Gate
 from common.tenancy.keys import without_credentials, without_query_credentials
-from common.types import InferenceRequest, Priority
+from common.types import NO_SLO, InferenceRequest, Priority, Slo
 
 DECODED_HERE_BYTES = 65_536  # compressed bodies above this are decoded by a thread
 UNDERSTOOD_HERE_BYTES = 262_144  # and bodies above this are read by one: about half a millisecond's work
@@ -40,6 +40,7 @@ class Intake:
         signer: RouteSigner,
         lengths: OutputLength,
         *,
+        slo: Slo = NO_SLO,
         verified_peers: bool = False,
         gate: Gate | None = None,
     ) -> None:
@@ -51,6 +52,7 @@ class Intake:
         self._lengths = lengths
         self._gate = gate
         self._addresses = AddressRates()
+        self._slo = slo  # of requests that name none
         self._verified_peers = verified_peers  # a peer has to show a certificate as well
         # Says in `Via` that a request went from this system to a server; nobody without the key can say so.
         self.pseudonym = b"headwater-" + hashlib.sha256(b"via" + signer.keys[0]).hexdigest()[:12].encode()
@@ -158,7 +160,7 @@ class Intake:
             ask.session,
             tenant=tenant,
             deadline_s=hints.deadline_s,
-            slo=hints.slo,
+            slo=self._slo if hints.slo == NO_SLO else hints.slo,
             operation=api.operation,
         )
         placement = await self._affinity.lookup(ask.session) if ask.session else None

@@ -71,16 +71,24 @@ class Replies:
         fields = [JSON, *self.cors.answer(exchange.headers), *_said_with(error)]
         exchange.client.respond(error.status, fields, body)
 
-    def refusal(self, exchange: Exchange, api: apis.Api, record: RequestRecord, answer: Answer) -> None:
-        """Hand on what a server said that would not take a request: the client gets its own words."""
+    def refusal(
+        self, exchange: Exchange, api: apis.Api, record: RequestRecord, answer: Answer, *, final: bool = False
+    ) -> None:
+        """Hand on what a server said instead of an answer: the client gets its own words.
+
+        `final`: it is the server's answer to this request, and no reason to ask another one.
+        """
         record.status, record.ending, record.error = answer.status, Ending.REFUSED, _code(answer)
+        if final and not exchange.status:
+            record.ending, record.error = Ending.COMPLETE, ""
         if exchange.status:
             exchange.client.cut(_event(answer, api))
             return
         added = [(DECISION, record.id.encode())]
         if record.from_peer:
             # By those that were tried, which says nothing of this node: its other endpoints may be free.
-            added += [(REJECTED, b"refused"), (ATTEMPTS, b"%d" % record.executions)]
+            added += [(ATTEMPTS, b"%d" % record.executions)]
+            added += [] if final else [(REJECTED, b"refused")]
         kept, body = _whole(answer, api)
         if self.cors:
             kept = [(k, v) for k, v in kept if not k.startswith(cors.PREFIX)] + self.cors.answer(exchange.headers)

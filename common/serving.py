@@ -8,6 +8,7 @@ and one record is written. Before the first byte a failure may be tried elsewher
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -32,6 +33,7 @@ from common.errors import (
 )
 from common.intake import Intake
 from common.policy.admission import RetryBudget
+from common.policy.memory import OutOfMemory
 from common.policy.output_length import OutputLength
 from common.policy.stages import Route
 from common.policy.waiting import Bounds
@@ -50,20 +52,23 @@ from common.store.base import Placement
 from common.telemetry import Telemetry
 from common.tenancy.directory import Tenant
 from common.tenancy.gate import Admission, Gate, Used
-from common.types import InferenceRequest, Outcome, Path, Shed
+from common.types import InferenceRequest, Outcome, Path, Shed, Slo
 
+MOST_READ = 65_536  # bytes of an answer that is read before it is passed on; larger ones are no errors' words
 MAX_TRIES = 8  # hops tried for one request, refused connections and rejections included
 MAX_WAITS = 64  # times that a request waits for tiers that refused it for load, on top of the bounds of the room
 PEER_SLACK_S = 1.0  # by how much a tier waits longer than the one below it
 OVERLOAD = (429, 503, 529)
 RATE_LIMITS = b"x-ratelimit-"  # a server's own say nothing of the tenant's
 ORCA_REQUEST = heads.lines([orca.REQUEST])
-OUTCOMES = {  # of an answer that was passed on with a status of 500 or more; what is not here is a failure
+OUTCOMES = {  # of what a server's answer means; what is not here is a failure
+    Meaning.FINE: Outcome.SUCCESS,
     Meaning.OVERLOAD: Outcome.OVERLOADED,
     Meaning.LOADING: Outcome.OVERLOADED,
     Meaning.CLIENT: Outcome.IGNORED,
     Meaning.NO_MODEL: Outcome.IGNORED,
 }
+ELSEWHERE = (Meaning.OVERLOAD, Meaning.LOADING, Meaning.NO_MODEL, Meaning.OOM)
 
 
 @dataclass(slots=True)
@@ -83,6 +88,8 @@ class _Carried:
     full: set[Path] = field(default_factory=set)  # refused it for load: asked again after it has waited
     waits: int = 0  # for those that refused it
     peers_lost: int = 0
+    meaning: Meaning = Meaning.FINE  # of the last answer that was read here
+    size: float = 0.0  # prompt and expected output, tokens
 
 
 class Serving:
@@ -103,6 +110,7 @@ class Serving:
         sample_ratio: float,
         rng: Random,
         queue: Bounds,
+        slo: Slo,
         allowed_origins: tuple[str, ...] = (),
         dropped_headers: frozenset[bytes] = frozenset(),
         comment_s: float = 0.0,
@@ -117,13 +125,16 @@ class Serving:
         self.signer = signer
         self.lengths = OutputLength()
         self.relay: Relay
-        self.intake = Intake(balancing, affinity, signer, self.lengths, verified_peers=verified_peers, gate=gate)
+        self.intake = Intake(
+            balancing, affinity, signer, self.lengths, slo=slo, verified_peers=verified_peers, gate=gate
+        )
         self.replies = Replies(allowed_origins)
         self.queue = Queue(queue, lambda route: balancing.release(route, Outcome.IGNORED))
         self._local = local
         self._gate = gate
         self._attempts = attempts
         self._budget = RetryBudget(budget_ratio)
+        self._memory = OutOfMemory()
         self._sample_ratio = sample_ratio
         self._dropped = dropped_headers
         self._comment_s = comment_s
@@ -217,11 +228,18 @@ class Serving:
             (*told.visited, self.process_id),
             set(),
             limits,
+            size=request.input_tokens + request.output_tokens,
         )
 
     async def _carry(self, c: _Carried) -> None:
         """Try routes until one answers, or the budget says stop."""
         self._budget.request(clock.now())
+        if self._memory.suspects and self._memory.quarantined(_fingerprint(c), clock.now()):
+            raise BadRequest(
+                "this request ran two servers out of memory and is not tried again for a minute; make it smaller",
+                status=413,
+                code="out_of_memory",
+            )
         refusal: Answer | None = None
         failure: LBError | None = None
         tries = 0
@@ -254,11 +272,11 @@ class Serving:
                     continue
                 refusal = _sooner(refusal, answer)
                 c.exclude.add(route.target)
-                refused = answer.status in OVERLOAD or heads.find(answer.headers, REJECTED) is not None
-                if not refused or not self._may_retry(c):
+                if not self._moves(c, route, answer) or not self._may_retry(c):
                     break
         if refusal is not None:
-            self.replies.refusal(c.exchange, c.api, c.record, refusal)
+            moves = heads.find(refusal.headers, REJECTED) is not None or c.meaning in ELSEWHERE
+            self.replies.refusal(c.exchange, c.api, c.record, refusal, final=not moves)
             return
         if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
             raise NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
@@ -266,6 +284,11 @@ class Serving:
 
     async def _next(self, c: _Carried) -> Route | Shed:
         """Where it may go now. Where all that could take it are full, it waits for its turn in the tier it entered."""
+        too_small = self._memory.too_small(c.size, clock.now())
+        if too_small:
+            route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full | too_small))
+            if isinstance(route, Route):
+                return route
         route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
         if isinstance(route, Route) or c.record.from_peer:
             return route
@@ -366,7 +389,7 @@ class Serving:
             attempt.status = status
             if route.peer:
                 c.record.executions = max(c.record.executions, _int(heads.find(headers, ATTEMPTS)))
-            if heads.find(headers, REJECTED) is not None if route.peer else status in OVERLOAD:
+            if heads.find(headers, REJECTED) is not None if route.peer else _is_read(route, status, headers):
                 return Verdict.COLLECT
             if exchange.status and not _continues_events(status, headers):
                 return Verdict.COLLECT  # keep-alive comments have begun another answer than this one
@@ -422,19 +445,30 @@ class Serving:
         c.record.status = answer.status
         if answer.relayed:
             c.record.ending = Ending.COMPLETE
-        if answer.status < 400:
-            if answer.relayed:
-                self._learn(c, answer)
-            return Outcome.SUCCESS, None
         if route.peer:  # its own tier has judged the server; what it refuses as full counts for its node
+            if answer.status < 400:
+                if answer.relayed:
+                    self._learn(c, answer)
+                return Outcome.SUCCESS, None
             full = not answer.relayed and heads.find(answer.headers, REJECTED) == b"saturated"
             return (Outcome.OVERLOADED, answers.retry_after(answer.headers)) if full else (Outcome.IGNORED, None)
-        if answer.status in OVERLOAD:
-            return Outcome.OVERLOADED, answers.retry_after(answer.headers)
-        if answer.status < 500:
-            return Outcome.IGNORED, None
-        reading = answers.classify(route.endpoint.engine, answer.status, answer.headers, answer.body)
-        return OUTCOMES.get(reading.meaning, Outcome.FAILED), reading.retry_after_s
+        engine = route.endpoint.engine
+        said = answer.body if answer.status >= 400 else answer.observer.suspect()
+        if answer.status < 400 and not said:
+            c.meaning = Meaning.FINE
+        else:
+            reading = answers.classify(engine, answer.status, answer.headers, said)
+            c.meaning, retry_after_s = reading.cause, reading.retry_after_s
+            if answer.status == 503 and c.meaning is Meaning.FAILED and engine not in answers.TELLS_BUSY:
+                c.meaning = Meaning.OVERLOAD
+            if c.meaning is Meaning.OOM and not answer.relayed:
+                self._memory.ran_out(route.target, c.size, _fingerprint(c), clock.now())
+            if c.meaning is not Meaning.FINE:
+                c.record.error = c.meaning.value if answer.status < 400 else c.record.error
+                return OUTCOMES.get(c.meaning, Outcome.FAILED), retry_after_s
+        if answer.relayed and answer.status < 400:
+            self._learn(c, answer)
+        return Outcome.SUCCESS, None
 
     @staticmethod
     def _note_usage(c: _Carried, attempt: AttemptRecord, sending: Sending | None) -> None:
@@ -463,6 +497,13 @@ class Serving:
             )
 
     # -- whether to try again ----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _moves(c: _Carried, route: Route, answer: Answer) -> bool:
+        """Whether what was answered is a reason to try elsewhere."""
+        if route.peer:
+            return heads.find(answer.headers, REJECTED) is not None
+        return c.meaning in ELSEWHERE
 
     def _may_retry(self, c: _Carried) -> bool:
         return c.record.executions < self._attempts and self._budget.take(clock.now())
@@ -523,6 +564,18 @@ def _used(api: apis.Api, r: RequestRecord) -> Used:
         r.started_wall_ns,
         r.total_s,
     )
+
+
+def _fingerprint(c: _Carried) -> bytes:
+    """Equal for equal requests."""
+    return hashlib.blake2b(c.exchange.body, digest_size=16, key=c.request.model.encode()[:64]).digest()
+
+
+def _is_read(route: Route, status: int, headers: heads.Headers) -> bool:
+    """Whether a server's answer is read before it is passed on, since it may be tried elsewhere; not if it is large."""
+    if status in OVERLOAD:
+        return True
+    return answers.may_move(route.endpoint.engine, status) and _int(heads.find(headers, b"content-length")) <= MOST_READ
 
 
 def _int(value: bytes | None) -> int:

@@ -50,7 +50,7 @@ from common.store.base import MembershipStore
 from common.telemetry import Telemetry
 from common.tenancy.build import tenants_of
 from common.tenancy.directory import Tenant
-from common.types import Path, Peer, Pool, Tier
+from common.types import Path, Peer, Pool, Slo, Tier
 
 log = structlog.get_logger()
 
@@ -168,6 +168,7 @@ class TierProcess:
             budget_ratio=config.retry.budget_ratio,
             sample_ratio=config.tracing.sample_ratio,
             rng=self._rng,
+            slo=Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s),
             queue=Bounds(config.queue.max_requests, config.queue.max_tokens, config.queue.timeout_s),
             allowed_origins=config.cors.allowed_origins,
             dropped_headers=frozenset(n.lower().replace("_", "-").encode() for n in config.forward.drop_headers),

@@ -7,7 +7,7 @@ unless a name says otherwise, prices are US dollars. `None` means unknown, which
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
@@ -185,6 +185,9 @@ class Slo:
     tpot_s: float | None = None
 
 
+NO_SLO = Slo()
+
+
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
     """All that policy sees of a request: no HTTP, no prompt, no key."""
@@ -204,7 +207,7 @@ class InferenceRequest:
     priority: Priority = Priority.STANDARD
     regions: tuple[str, ...] = ()  # that may serve it; none: all
     deadline_s: float | None = None  # seconds from when this tier got it
-    slo: Slo = field(default_factory=Slo)
+    slo: Slo = NO_SLO
     operation: str = ""  # chat, embeddings, image_generation, …: the class of its path
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ MODEL_CHARS = 512  # in a model's name; the route header has to hold it however 
 UTF8_CHUNK = 1 << 20  # bytes checked at once, so that no second copy of a large body is made
 MOST_TOKENS = 10_000_000  # a cap above this is no cap
 MEDIA_BYTES = 2048  # a string of so many characters without a space is no prose
+LOOKED_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -73,19 +74,42 @@ def understand(matched: Match, header: Header, body: bytes) -> Ask:
 
 CLIP_BYTES = 512 * 1024  # of an uploaded file count as one item: half a minute of compressed speech
 
-_INLINE = re.compile(rb'"(?:data:[^",]{0,200},)?[A-Za-z0-9+/=_-]{%d,}"' % MEDIA_BYTES)
+_BASE64 = re.compile(rb"(?:data:[^,]{0,200},)?[A-Za-z0-9+/=_-]{%d}" % (MEDIA_BYTES - 256))
 _MENTIONED = re.compile(
     rb'"type"\s*:\s*"(?:image_url|input_image|image|input_audio|audio_url|video_url|input_file|file)"'
 )
 
 
 def media(text: bytes) -> tuple[int, int]:
-    """(bytes that are no text, items) of a prompt: images and clips inline in base64, or by their URLs."""
-    mentioned = len(_MENTIONED.findall(text)) if b'"type"' in text else 0
+    """(bytes that are no text, items) of a prompt: images and clips inline in base64, or by their URLs.
+
+    A clip of twenty megabytes is skipped over rather than read: from one quote to the next nothing else can begin.
+    """
     if len(text) < MEDIA_BYTES:
-        return 0, mentioned
-    inline = [m.end() - m.start() for m in _INLINE.finditer(text)]
-    return sum(inline), max(mentioned, len(inline))
+        return 0, len(_MENTIONED.findall(text)) if b'"type"' in text else 0
+    inline = list(_inline(text))
+    mentioned = at = 0
+    for begin, end in (*inline, (len(text), 0)):
+        for start in range(at, begin, LOOKED_BYTES):  # in pieces, since other threads wait while one is looked through
+            mentioned += len(_MENTIONED.findall(text, start, min(start + LOOKED_BYTES, begin)))
+        at = end
+    return sum(end - begin for begin, end in inline), max(mentioned, len(inline))
+
+
+def _inline(text: bytes) -> Iterator[tuple[int, int]]:
+    """Where the strings begin and end that are no prose, with their quotes."""
+    at = 0
+    while at + MEDIA_BYTES < len(text):
+        quote = text.rfind(b'"', at, at + MEDIA_BYTES)
+        if quote >= at:
+            at = quote + 1  # no string of that length begins before it
+            continue
+        end = text.find(b'"', at + MEDIA_BYTES)
+        if end < 0:
+            return
+        if _BASE64.match(text, at):
+            yield at - 1, end + 1
+        at = end + 1
 
 
 class Fields(msgspec.Struct):

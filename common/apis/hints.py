@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from common.apis.bodies import Header
 from common.errors import BadRequest
-from common.types import Priority, Slo
+from common.types import NO_SLO, Priority, Slo
 
 MOST_MS = 86_400_000.0
 MOST_TOKENS = 10_000_000.0
@@ -32,7 +32,6 @@ class Hints:
     output_tokens: float | None = None
 
 
-NO_SLO = Slo()
 NOTHING = Hints(NO_SLO)
 
 

@@ -72,6 +72,19 @@ class Observer:
         between = b"\n" if self._mark == b"{" else b"\n\n"
         return self.between_events and self.tail.rstrip().rpartition(between)[2].startswith(_ERROR_EVENTS)
 
+    def suspect(self) -> bytes:
+        """What may be an error under a status of success: a short answer, or a stream's last event that tells of one.
+
+        "" where there is none; costs next to nothing then.
+        """
+        if self._mark is None:
+            return self.tail if b'"error"' in self.tail or self.content_type.startswith("text/html") else b""
+        if b"error" not in self.tail:
+            return b""
+        between = b"\n" if self._mark == b"{" else b"\n\n"
+        told = [e for e in self.tail.replace(b"\r\n", b"\n").split(between) if e.lstrip().startswith(_ERROR_EVENTS)]
+        return told[-1].lstrip() if told else b""
+
     def output_tokens(self) -> float | None:
         """Tokens of the answer: the server's own count if it gave one, else the number of events, else None."""
         found = _COMPLETION.findall(self.tail)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from math import inf
-from socket import IPPROTO_TCP, SO_LINGER, SOL_SOCKET, TCP_INFO
+from socket import IPPROTO_TCP, SO_LINGER, SOL_SOCKET, TCP_INFO, TCP_NOTSENT_LOWAT
 from struct import pack
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -27,6 +27,7 @@ LINGER_NOT = pack("ii", 1, 0)
 LINGER_S = 1.0  # a refusal is left this long to be read while its client may still be sending
 PIPELINED = 16  # complete requests held behind the one under way; beyond that the socket is not read
 CHUNK_HEAD_BYTES = 8  # of framing that a chunk may cost beside what `max_header_bytes` allows for all that is no body
+UNSENT_BYTES = 131_072  # that the kernel takes ahead of what it may send; its own bound is some megabytes a client
 LOOK_S = 0.5  # a client that half-closed is looked at this often: nothing else tells that it is gone
 TCP_CLOSED = 7  # the kernel's state of a connection that was reset
 GETS = frozenset((b"GET", b"HEAD", b"OPTIONS"))
@@ -58,6 +59,7 @@ class ClientConnection(asyncio.Protocol):
         "_queue",
         "_reading",
         "_task",
+        "_unsent",
         "_upgrade",
         "current",
         "deadline",
@@ -79,6 +81,7 @@ class ClientConnection(asyncio.Protocol):
         self._body_size = 0
         self._parsing: Exchange | None = None
         self._eof = self._lingering = self._upgrade = False
+        self._unsent = 0  # bytes that the client has not taken, when that was last looked at
         self.limits = listener.limits
         self.current: Exchange | None = None
         self.deadline = inf
@@ -96,6 +99,9 @@ class ClientConnection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self.peername = peer[0] if isinstance(peer, tuple) else ""
         self.verified = bool(transport.get_extra_info("peercert"))
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self.rested_at = clock.now()
         self.deadline = self.rested_at + self.limits.header_timeout_s
         self._listener.opened(self)
@@ -125,7 +131,7 @@ class ClientConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The client reads too slowly: stop reading from the server, and start its clock."""
         self.write_paused = True
-        self.deadline = clock.now() + self.limits.write_timeout_s
+        self._await_reader(clock.now())
         if self.current is not None and self.current.upstream is not None:
             self.current.upstream.pause()
 
@@ -140,7 +146,9 @@ class ClientConnection(asyncio.Protocol):
 
     def expired(self, now: float) -> None:
         """A receipt, idle or write deadline has passed."""
-        if self.write_paused or self._lingering or self.transport.is_closing():
+        if (self.write_paused or self.transport.is_closing()) and self.transport.get_write_buffer_size() < self._unsent:
+            self._await_reader(now)  # it takes some, slowly
+        elif self.write_paused or self._lingering or self.transport.is_closing():
             self.transport.abort()  # what is left is not taken
         elif self.current is not None:
             self._look(now)
@@ -161,7 +169,12 @@ class ClientConnection(asyncio.Protocol):
     def close(self) -> None:
         """Close when what is written has been taken, or the write time-out is over."""
         self.transport.close()
-        self.deadline = clock.now() + self.limits.write_timeout_s
+        self._await_reader(clock.now())
+
+    def _await_reader(self, now: float) -> None:
+        """The client has to take some of what is written within the write time-out, or it is dropped."""
+        self._unsent = self.transport.get_write_buffer_size()
+        self.deadline = now + self.limits.write_timeout_s
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a request."""

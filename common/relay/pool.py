@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable
+from socket import SO_RCVBUF, SOL_SOCKET
 from ssl import SSLContext
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ from common.relay.sweeper import Sweeper
 from common.relay.upstream import UpstreamConnection
 
 IDLE_PER_ENDPOINT = 256  # idle connections kept to one address
+AHEAD_BYTES = 1 << 19  # of an answer that the kernel takes ahead of its client; unbounded it would be some megabytes
 NOT_THE_SERVERS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 
 
@@ -85,6 +87,9 @@ class AddressPool:
             raise
         if connection.closed:
             raise ConnectFailed(f"cannot connect to {self.host}:{self.port}: closed as soon as it was made")
+        sock = connection.transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(SOL_SOCKET, SO_RCVBUF, AHEAD_BYTES)
         self._sweeper.add(connection)
         return connection
 

@@ -112,7 +112,7 @@ class UpstreamConnection(asyncio.Protocol):
         """The client cannot take more."""
         if not self.closed:
             self.transport.pause_reading()
-            self.deadline = inf  # the client's own write deadline runs instead
+            self.deadline = self._total_deadline  # and the client's own write deadline runs
 
     def resume(self) -> None:
         """The client takes more again."""
@@ -183,7 +183,9 @@ class UpstreamConnection(asyncio.Protocol):
         sending, limits = self._sending, self._pool.limits
         if sending is None:
             return
-        if now >= self._total_deadline and self._started:
+        if sending.exchange.client.write_paused:
+            sending.exchange.client.transport.abort()  # the whole time is over, and it is not the server's doing
+        elif now >= self._total_deadline and self._started:
             self.lost(f"the answer was not complete within {limits.total_timeout_s:g} s")
         elif self._started:
             self.lost(f"no byte for {limits.stall_timeout_s:g} s")
@@ -247,7 +249,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._started = True
             if answer.relayed:
                 sending.first_byte()
-        if not answer.relayed or (self._whole and answer.status >= 400):
+        if not answer.relayed or answer.status >= 400:
             self._collect(answer, body)
             if not answer.relayed:
                 return

@@ -224,6 +224,6 @@ async def test_a_poison_prompt_opens_nobody(depth: int) -> None:
 async def test_out_of_memory_is_a_failure_of_the_server(depth: int) -> None:
     engine = FakeEngine("a", Script.error(500, "CUDA out of memory. Tried to allocate 2.00 GiB"))
     async with tiers(engine, depth=depth, **AT_ONCE, **FIVE) as world:
-        for _ in range(5):
-            await world.chat()
+        for i in range(5):  # five requests: one that did it twice would be refused here
+            await world.chat(text=f"{i}")
         assert breaker(world, engine) == "open"
