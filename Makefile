@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup tools sbom audit docs compose charts demo sim test check lock proto clean
+.PHONY: setup tools sbom audit docs site compose charts demo sim test check lock proto clean
 
 # The stamp's name has the lock file's checksum, so an unchanged lock costs nothing and a changed one is installed.
 STAMP := $(VENV)/.installed-$(shell cksum requirements.lock pyproject.toml | cksum | cut -d' ' -f1)
@@ -68,9 +68,13 @@ audit:  # known vulnerabilities of the same; needs the advisories of pypi.org, a
 
 proto: $(STAMP)
 	cd common/proto && ../../$(BIN)/python -m grpc_tools.protoc -I../.. --python_out=../.. --pyi_out=../.. --grpc_python_out=../.. ../../common/proto/load.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. services/instance_lb/picker/proto/*.proto
 
 docs: $(STAMP)
 	$(BIN)/python -m services.cli.reference > docs/configuration.md
+
+site: $(TOOLS)  # the documents as a site, every link in it checked
+	.tools/bin/mkdocs build --strict
 
 compose: $(STAMP)
 	$(BIN)/python deploy/compose/generate.py

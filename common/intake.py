@@ -13,7 +13,7 @@ from dataclasses import replace
 from common import apis, clock
 from common.affinity import Affinity
 from common.balancing import Balancing
-from common.errors import BadRequest, Draining, ModelNotFound, NoEndpoints, QuotaExceeded
+from common.errors import BadRequest, Draining, Forbidden, ModelNotFound, NoEndpoints, QuotaExceeded
 from common.policy.addresses import AddressRates, client_of, within
 from common.policy.input_length import InputLength
 from common.policy.output_length import OutputLength
@@ -24,7 +24,7 @@ from common.relay.exchange import Exchange
 from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
 from common.tenancy.gate import Admission, Gate
 from common.tenancy.keys import without_credentials, without_query_credentials
-from common.types import NO_SLO, InferenceRequest, Priority, Slo
+from common.types import NO_SLO, InferenceRequest, Path, Priority, Slo
 
 DECODED_HERE_BYTES = 65_536  # compressed bodies above this are decoded by a thread
 UNDERSTOOD_HERE_BYTES = 262_144  # and bodies above this are read by one: about half a millisecond's work
@@ -68,8 +68,9 @@ class Intake:
         told = self._told(exchange, header, record) if header is not None else None
         admission = None
         if told is None:
-            admission, request = await self._enter(exchange, matched, record)
-            told = Route(request, ())
+            node = exchange.carrier.node if exchange.carrier is not None else ()
+            admission, request = await self._enter(exchange, matched, record, node)
+            told = Route(request, node)
         request = told.request
         record.model, record.stream, record.tenant = request.model, request.stream, request.tenant
         record.input_tokens, record.has_session = request.input_tokens, bool(request.session)
@@ -78,7 +79,7 @@ class Intake:
         return told, admission
 
     async def _enter(
-        self, exchange: Exchange, matched: apis.Match, record: RequestRecord
+        self, exchange: Exchange, matched: apis.Match, record: RequestRecord, node: Path
     ) -> tuple[Admission | None, InferenceRequest]:
         """A client's request. Where callers are asked who they are, that comes before anything is read for them."""
         self.count(exchange)
@@ -86,6 +87,8 @@ class Intake:
             request, asked = await self._understand(exchange, matched, record, "")
             return None, request if asked is None else replace(request, priority=asked)
         caller = self._gate.identify(exchange.headers)
+        if node and caller.tenant.spec.regions and node[0] not in caller.tenant.spec.regions:
+            raise Forbidden("this tenant is served in other regions", code="region_not_allowed")
         record.tenant = caller.tenant.name
         exchange.headers = without_credentials(exchange.headers)
         exchange.target = without_query_credentials(exchange.target)
@@ -97,8 +100,8 @@ class Intake:
         """Count a client's request for its address. Raises QuotaExceeded for one of too many."""
         client, limits = exchange.client, exchange.client.limits
         rate = limits.requests_per_s_per_address
-        if not rate or within(client.peername, limits.unlimited_addresses):
-            return
+        if not rate or exchange.carrier is not None or within(client.peername, limits.unlimited_addresses):
+            return  # what a gateway carries comes from its address, and is for it to limit
         wait_s = self._addresses.take(client_of(client.peername), rate, clock.now())
         if wait_s:
             raise QuotaExceeded("too many requests come from your address", retry_after_s=wait_s)

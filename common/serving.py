@@ -213,7 +213,8 @@ class Serving:
         request = told.request
         limits = admission.headers if admission is not None else []
         # A client's stream may be kept up with comments here; what comes from a peer is kept up by that peer.
-        if self._comment_s and request.stream and not record.from_peer and api.family is not apis.Family.OLLAMA:
+        ours = not record.from_peer and exchange.carrier is None
+        if self._comment_s and request.stream and ours and api.family is not apis.Family.OLLAMA:
             added = heads.lines([(DECISION, record.id.encode()), *self.replies.cors.answer(exchange.headers), *limits])
             exchange.pings = Pings(exchange, self._comment_s, added)
         dropped = frozenset() if record.from_peer else self._dropped
@@ -226,7 +227,7 @@ class Serving:
             context,
             heads.passed_on(exchange.headers, dropped),
             (*told.visited, self.process_id),
-            set(),
+            set(exchange.carrier.exclude) if exchange.carrier is not None else set(),
             limits,
             size=request.input_tokens + request.output_tokens,
         )
@@ -336,7 +337,8 @@ class Serving:
         sending: Sending | None = None
         try:
             sending = self._sending(c, route, attempt)
-            answer = await self.relay.forward(route.url, sending)
+            carrier = c.exchange.carrier or self.relay
+            answer = await carrier.forward(route.url, sending)
             outcome, retry_after_s = self._judged(c, route, answer)
             return answer
         except UpstreamError as error:

@@ -17,6 +17,7 @@ from contextlib import nullcontext, suppress
 from random import Random
 from socket import AF_INET, AF_INET6, create_server, gethostname
 from ssl import SSLContext
+from typing import Protocol
 
 import structlog
 import uvicorn
@@ -60,6 +61,13 @@ ROUND_TRIPS_KEPT = 5  # the least of the last five handshakes is the distance; w
 TLS_ROUND_TRIPS = 2  # of a handshake: one for TCP, one for TLS 1.3
 
 
+class Beside(Protocol):
+    """What serves requests beside the data listener, and ends with it."""
+
+    async def close(self, grace_s: float) -> None:
+        """Take no more, and give what is under way so long."""
+
+
 class TierProcess:
     """One running tier. `start`, then `run` until a signal or `stop`."""
 
@@ -86,6 +94,7 @@ class TierProcess:
         self._stop = asyncio.Event()
         self._told = asyncio.Event()  # set whenever membership speaks
         self._tasks: list[asyncio.Task[None]] = []
+        self.beside: list[Beside] = []
         self._round_trips: dict[str, list[float]] = {}
         self._peer_urls: dict[str, str] = {}  # of all balancers that membership knows, by id
 
@@ -364,7 +373,8 @@ class TierProcess:
         began = clock.now()
         log.info("draining", id=self.id, in_flight=len([c for c in self.relay.connections if c.current]))
         self.relay.listener.last_call()
-        revoked = asyncio.ensure_future(self.membership.close())
+        # Of itself only: servers that this process knows of as well are still there for what comes meanwhile.
+        revoked = asyncio.ensure_future(self.membership.deregister(self.node, self.id))
         await self.relay.listener.quiet(min(drain.notice_s, drain.grace_s))
         await revoked
         await self._close(max(0.0, drain.grace_s - (clock.now() - began)))
@@ -378,8 +388,9 @@ class TierProcess:
         self._admin.should_exit = True
 
     async def _close(self, grace_s: float) -> None:
-        await self.relay.close(grace_s)
+        await asyncio.gather(self.relay.close(grace_s), *(b.close(grace_s) for b in self.beside))
         self._hung.close()
+        await self.membership.close()
         await self.quotes.close()
         await self.reports.close()
         if hasattr(self, "_admin"):

@@ -6,10 +6,12 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from common.relay import heads
+from common.types import Path
 
 if TYPE_CHECKING:
     from common.relay.client import ClientConnection
     from common.relay.keepalive import Pings
+    from common.relay.sending import Answer, Sending
     from common.relay.upstream import UpstreamConnection
 
 
@@ -28,11 +30,22 @@ class ClientLimits(Protocol):
     unlimited_addresses: tuple[str, ...]
 
 
+class Carrier(Protocol):
+    """Who brings one request to a server and its answer back, where that is not the relay."""
+
+    node: Path  # where the request's stages begin
+    exclude: frozenset[Path]  # instances it may not go to
+
+    async def forward(self, url: str, sending: Sending) -> Answer:
+        """As `Relay.forward`."""
+
+
 class Exchange:
     """One request and the state of its answer."""
 
     __slots__ = (
         "body",
+        "carrier",
         "chunked",
         "client",
         "close",
@@ -54,8 +67,9 @@ class Exchange:
         "upstream",
     )
 
-    def __init__(self, client: ClientConnection) -> None:
+    def __init__(self, client: ClientConnection, carrier: Carrier | None = None) -> None:
         self.client = client
+        self.carrier = carrier
         self.method = b""
         self.target = b""
         self.headers: heads.Headers = []

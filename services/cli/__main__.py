@@ -38,6 +38,23 @@ def fail(message: str) -> typer.Exit:
     return typer.Exit(1)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version  # noqa: PLC0415
+
+        typer.echo(f"headwater {version('headwater')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and end")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
 def _serve(run: Callable[[C], Coroutine[Any, Any, None]], load: Callable[[], C]) -> None:
     """Load a configuration and run a process on it until it is told to stop."""
     import uvloop  # noqa: PLC0415

@@ -25,6 +25,7 @@ This page is written by `make docs`.
 def page() -> str:
     """The whole page, Markdown."""
     region = (("region", InstanceConfig.model_fields["region"]), ("cluster", InstanceConfig.model_fields["cluster"]))
+    picker = type(InstanceConfig.model_fields["picker"].default)
     up_only = [(n, f) for n, f in UpConfig.model_fields.items() if n not in TierConfig.model_fields]
     parts = [
         HEAD,
@@ -36,6 +37,8 @@ def page() -> str:
         _table("placement.rules[].", list(PlacementRule.model_fields.items())),
         "## Where a tier stands\n\n`region` is needed by `headwater region` and `instance`, `cluster` by `instance`.\n",
         _table("", region),
+        f"### `picker`: {_about(picker)}\n",
+        *_tables(picker, "picker."),
         "## `headwater up`\n\nAll of the above, and:\n",
         _table("", up_only),
         "## `headwater agent`\n",
@@ -53,9 +56,13 @@ def _tables(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, kind in kinds.items():
         if kind is not None:
             section, key = kind[0], f"{prefix}{name}{kind[1]}"
-            doc = " ".join((section.__doc__ or "").strip().split("\n\n")[0].split())
-            yield f"### `{key}`: {doc}\n"
+            yield f"### `{key}`: {_about(section)}\n"
             yield from _tables(section, f"{key}.")
+
+
+def _about(section: type[BaseModel]) -> str:
+    """The first paragraph that is said of a section."""
+    return " ".join((section.__doc__ or "").strip().split("\n\n")[0].split())
 
 
 def _section(field: FieldInfo) -> tuple[type[BaseModel], str] | None:

@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 from common.tier import TierProcess
+from common.types import Path
 from services.instance_lb.config import InstanceConfig
+from services.instance_lb.picker import PickerServer
 
 
 async def run(config: InstanceConfig) -> None:
     """Serve until told to stop. Raises ConfigError when it cannot start."""
     tier = TierProcess(config, config.node)
     await tier.start()
+    if config.picker.listen is not None:
+        await start_picker(tier, config, config.picker.listen)
     await tier.run()
+
+
+async def start_picker(tier: TierProcess, config: InstanceConfig, listen: str) -> PickerServer:
+    """Pick servers of the cluster for gateways as well. Raises ConfigError when that cannot be."""
+
+    def instances() -> list[tuple[Path, str]]:
+        balancers = tier.balancing.balancers.items()
+        return [
+            ((*at, c.endpoint.id), c.endpoint.url) for at, b in balancers for c in b.candidates.values() if len(at) == 2
+        ]
+
+    def ready() -> bool:
+        return not tier.draining and tier.balancing.serving
+
+    picker = PickerServer(config.picker, config.limits, config.node, tier.serving.serve, instances, ready)
+    await picker.start(listen)
+    tier.beside.append(picker)
+    return picker

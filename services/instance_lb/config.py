@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.config import Name, TierConfig
 from common.types import Path
+from services.instance_lb.picker.config import Picker
 
 
 class InstanceConfig(TierConfig):
@@ -13,6 +14,7 @@ class InstanceConfig(TierConfig):
     """The region its cluster is in."""
     cluster: Name
     """The cluster it balances."""
+    picker: Picker = Picker()
 
     @property
     def node(self) -> Path:

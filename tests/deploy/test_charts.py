@@ -62,6 +62,8 @@ SCALED: dict[str, Any] = {
     "autoscaling": {"hpa": {"enabled": True, "inFlightRequests": "500"}},
 }
 
+PICKER = {"picker": {"enabled": True}}
+
 Render = Callable[..., list[dict[str, Any]]]
 
 
@@ -153,6 +155,7 @@ def test_all_that_is_rendered_is_what_kubernetes_takes(helm: Render) -> None:
         if chart in TIERS:
             rendered += helm(chart, ETCD, values, EVERYTHING, SCALED) + helm(chart, ETCD, values, keda)
     rendered += helm("agent", ETCD, VALUES["agent"], {"kind": "Deployment"})
+    rendered += helm("instance", ETCD, VALUES["instance"], PICKER)
     kinds = {resource["kind"] for resource in rendered}
     assert kinds >= {
         "HorizontalPodAutoscaler",
@@ -198,6 +201,19 @@ def test_the_process_takes_its_configuration(
         assert config.node == tuple(v for k, v in VALUES[chart].items())
         heard = (config.listen, config.admin, config.reports.listen)
         assert heard == tuple(f"0.0.0.0:{ports[name]}" for name in ("http", "admin", "reports"))
+
+
+def test_gateways_reach_the_picker_where_it_is_wanted(
+    helm: Render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        configured(helm("instance", ETCD, VALUES["instance"]), "instance", tmp_path, monkeypatch).picker.listen is None
+    )
+    resources = helm("instance", ETCD, VALUES["instance"], PICKER)
+    listen = configured(resources, "instance", tmp_path, monkeypatch).picker.listen
+    [service] = [r for r in resources if r["kind"] == "Service" and r["spec"].get("clusterIP") != "None"]
+    ports = {p["name"]: p["port"] for p in service["spec"]["ports"]}
+    assert (ports.keys(), listen) == ({"http", "picker"}, f"0.0.0.0:{ports['picker']}")
 
 
 @pytest.mark.parametrize("chart", TIERS)
