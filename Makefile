@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup tools sbom audit docs site compose charts demo sim test check lock proto clean
+.PHONY: setup compile interpret tools sbom audit docs site compose charts demo sim test check lock proto clean
 
 # The stamp's name has the lock file's checksum, so an unchanged lock costs nothing and a changed one is installed.
 STAMP := $(VENV)/.installed-$(shell cksum requirements.lock pyproject.toml | cksum | cut -d' ' -f1)
@@ -40,6 +40,30 @@ test: $(STAMP)
 sim: $(STAMP)  # the goals of scheduling on the public traces; puts the table into docs/scheduling.md
 	@$(BIN)/python -m bench.scheduling --write docs/scheduling.md $(ARGS)
 
+# Optional: compiles deciding and carrying with mypyc (needs gcc; a minute). Python files that were changed since count
+# again after another `make compile`, or `make interpret`, which takes the compiled ones away.
+COMPILED := common/policy/*.py common/records.py common/balancing.py common/intake.py common/serving.py \
+  common/telemetry.py common/metrics.py common/tracecontext.py \
+  $(addprefix common/relay/,body.py client.py exchange.py framing.py heads.py pool.py relay.py sending.py sweeper.py upstream.py)
+
+define COMPILE
+import sys
+from mypyc.build import mypycify
+from setuptools import setup
+modules = mypycify(sys.argv[1:], opt_level="2")
+setup(name="headwater", packages=[], py_modules=[], ext_modules=modules, script_args=["build_ext", "--inplace"])
+endef
+export COMPILE
+
+compile: interpret $(STAMP)
+	@command -v gcc >/dev/null || { echo "gcc is needed"; exit 1; }
+	$(BIN)/python -c "$$COMPILE" $(wildcard $(COMPILED)) >build-mypyc.log 2>&1 || { tail -5 build-mypyc.log; exit 1; }
+	@rm -rf build build-mypyc.log
+
+interpret:
+	@find common -name '*.cpython-*.so' -delete
+	@rm -f *__mypyc.cpython-*.so
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -72,6 +96,7 @@ proto: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m services.cli.reference > docs/configuration.md
+	$(BIN)/python -m services.cli.metrics_reference > docs/metrics.md
 
 site: $(TOOLS)  # the documents as a site, every link in it checked
 	.tools/bin/mkdocs build --strict
@@ -79,8 +104,14 @@ site: $(TOOLS)  # the documents as a site, every link in it checked
 compose: $(STAMP)
 	$(BIN)/python deploy/compose/generate.py
 
+console-vendor:  # the chart library of the console, from npm
+	common/admin/page/vendor/fetch.sh
+
+dashboards: $(STAMP)
+	$(BIN)/python deploy/grafana/generate.py
+
 charts: $(STAMP)
 	$(BIN)/python deploy/kubernetes/schemas.py
 
-clean:
+clean: interpret
 	rm -rf $(VENV) .tools .audit dist build .mypy_cache .ruff_cache .pytest_cache

@@ -3,6 +3,7 @@
     python -m bench.relay                                     three rounds, about ten minutes
     python -m bench.relay --only headwater --rounds 1         Headwater and nginx, which always takes part
     python -m bench.relay --sglang-router DIR/bin/python      the Python that has sglang-router
+    python -m bench.relay --beside DIR                        another checkout too: before and after, or compiled
 
 Needs gcc and nginx, and two cores to itself: what is measured runs alone on the first, the servers and clients
 (`traffic.c`) on the second. All contestants stand in front of the same 16 servers and are measured one after the other
@@ -59,11 +60,11 @@ class Stand:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     port: int = 0
 
-    def run(self, *argv: object, core: int = 0) -> None:
+    def run(self, *argv: object, core: int = 0, directory: Path | None = None) -> None:
         """Start one of its processes; those on core 1 are not part of what is measured."""
         log = (self.directory / f"{len(self.processes)}.log").open("ab")
         pinned = (shutil.which("taskset"), "-c", core, *argv)
-        process = subprocess.Popen([*map(str, pinned)], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = subprocess.Popen([*map(str, pinned)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory)
         log.close()
         self.processes.append(process)
         if not core:
@@ -129,8 +130,10 @@ def sglang_router(python: str) -> Callable[[Stand], None]:
     return start
 
 
-def one_process(count: int = SERVERS, settings: dict[str, object] | None = None) -> Callable[[Stand], None]:
-    """`headwater up`: all three tiers collapsed in one process."""
+def one_process(
+    count: int = SERVERS, settings: dict[str, object] | None = None, checkout: Path | None = None
+) -> Callable[[Stand], None]:
+    """`headwater up`: all three tiers collapsed in one process; the code of `checkout`, if not this one."""
 
     def start(stand: Stand) -> None:
         values: dict[str, object] = {
@@ -139,7 +142,8 @@ def one_process(count: int = SERVERS, settings: dict[str, object] | None = None)
             "instances": [{"url": url} for url in stand.servers[:count]],
             **(settings or {}),
         }
-        stand.run(*headwater("up", "--config", str(write_config(stand.directory / "up.yaml", values))))
+        argv = headwater("up", "--config", str(write_config(stand.directory / "up.yaml", values)))
+        stand.run(*argv, directory=checkout)
 
     return start
 
@@ -343,7 +347,7 @@ def cell(values: Sequence[float], digits: int) -> str:
 def report(figures: Rounds) -> str:
     """The table, in Markdown."""
     names = [n for n in figures[0] if n != "direct"]
-    names.sort(key=lambda n: (n not in HEADWATER, n))
+    names.sort(key=lambda n: (not n.startswith(OURS), n))
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for title, value, digits, ratio in ROWS:
         by_name = {n: [value(r[n], r["direct"]) for r in figures] for n in names}
@@ -362,6 +366,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", action="append", help="a contestant by name, several times for several")
     parser.add_argument("--sglang-router", default="", help="a Python that has sglang-router installed")
+    parser.add_argument("--beside", type=Path, help="a checkout whose code is measured as well")
     parser.add_argument("--json", type=Path, help="write all figures to this file as well")
     options = parser.parse_args()
     contestants = {"direct": direct, "nginx": nginx, **HEADWATER}
@@ -375,6 +380,8 @@ def main() -> None:
         parser.error("nginx is not installed")
     if (os.cpu_count() or 1) < 2:
         parser.error("two cores are needed: one for what is measured, one for clients and servers")
+    if options.beside:
+        contestants[f"headwater in {options.beside.name}"] = one_process(checkout=options.beside)
     if options.only:
         unknown = set(options.only) - contestants.keys()
         if unknown:

@@ -14,6 +14,7 @@ from common.policy.balancer import Balancer, Policy
 from common.policy.candidate import Limits
 from common.policy.health import Breaker, State
 from common.policy.stages import Route, descend
+from common.policy.versions import matches
 from common.types import (
     Endpoint,
     InferenceRequest,
@@ -29,6 +30,8 @@ from common.types import (
 PEER_COOLDOWN_S = 1.0  # a peer that could not be reached gets a trial after this, then after twice as long, …
 MODEL_MEMORY_S = 600.0  # a model that nobody serves any more is an outage for this long, and unknown afterwards
 MODELS_REMEMBERED = 10_000
+NOBODY = ("no_endpoints", "model_not_found")  # why a request for a model without instances is shed
+STARTING_S = 5.0  # a client is told to come back after so long while a model is being started
 
 
 class Balancing:
@@ -41,7 +44,9 @@ class Balancing:
         policy: Callable[[Path], Policy],
         limits: Limits,
         rng: Random,
+        on_demand: Callable[[str], bool] = lambda model: False,
     ) -> None:
+        self.on_demand = on_demand  # whether a model is started when it is asked for
         self.process_id = process_id
         self.serves = serves
         self.rng = rng
@@ -176,7 +181,17 @@ class Balancing:
 
     def route(self, request: InferenceRequest, node: Path, exclude: frozenset[Path]) -> Route | Shed:
         """Run stages from `node` down; every pick of the route holds a reservation."""
-        return descend(request, node, self.balancers, self.peer_of, self.serves, clock.now(), self.rng, exclude)
+        found = descend(request, node, self.balancers, self.peer_of, self.serves, clock.now(), self.rng, exclude)
+        if isinstance(found, Shed) and found.reason in NOBODY and self._is_started(request.model):
+            return Shed("loading", STARTING_S, found.removed)
+        return found
+
+    def _is_started(self, model: str) -> bool:
+        """Whether nobody has a model that is started when it is asked for."""
+        if not self.on_demand(model):
+            return False
+        instances = (c for path, b in self.balancers.items() if len(path) == 2 for c in b.candidates.values())
+        return not any(c.endpoint.serves(model) for c in instances)
 
     def release(
         self,
@@ -204,6 +219,12 @@ class Balancing:
             retry_after_s=retry_after_s,
         )
 
+    def ran_out(self, route: Route, request: InferenceRequest, *, certain: bool) -> frozenset[Path]:
+        """The instance of a route ran out of memory over a request, or died over it. Those that are no better."""
+        parent = route.target[:-1]
+        ids = self.balancers[parent].ran_out(route.target[-1], request, clock.now(), certain=certain)
+        return frozenset((*parent, id_) for id_ in ids)
+
     def first_token(self, route: Route) -> None:
         """The first byte of a route's answer came."""
         now = clock.now()
@@ -219,6 +240,18 @@ class Balancing:
                     if candidate.phase is Phase.SERVING:
                         found |= candidate.endpoint.offers
         return frozenset(found)
+
+    def has_version(self, model: str, version: str) -> bool:
+        """Whether an instance that has a model in this version takes work."""
+        return any(
+            c.phase is Phase.SERVING
+            and c.breaker.state is State.CLOSED
+            and c.endpoint.serves(model)
+            and matches(version, c.endpoint.labels)
+            for path, b in self.balancers.items()
+            if len(path) == 2
+            for c in b.candidates.values()
+        )
 
     @property
     def serving(self) -> bool:

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from common.errors import ConfigError
 from common.policy.placement import Needs, Rule
+from common.policy.versions import Split, Target, Versions
 from common.types import Priority
 
 Key = tuple[str | int, ...]
@@ -150,6 +151,15 @@ class Health(Section):
     """Failures in a row after which an endpoint is left alone."""
     cooldown_s: Seconds = 2.0
     """Until it gets one request on trial; doubles with each trial that fails."""
+    max_ejected_ratio: Fraction = 0.5
+    """Share of a pool that failures may eject, counted with the one that is to be; beyond it failing instances are
+    used like the others. Where nobody listens, and what hangs while others do not, is left alone in any case."""
+    stall_s: Annotated[float, Field(ge=0.0, le=600.0)] = 3.0
+    """An instance with work, of which nothing comes for this long beyond what was predicted, hangs; 0: never."""
+    quarantine_s: Annotated[float, Field(ge=0.0, le=86_400.0)] = 300.0
+    """A prompt over which two servers ran out of memory or died is refused for this long; 0: none is."""
+    event_url: Annotated[str, Field(pattern=r"^(https?://\S+)?$")] = ""
+    """Is told, by a POST of JSON, of instances that ran out of memory, died over a prompt, or hang."""
 
 
 class Drain(Section):
@@ -265,6 +275,47 @@ def _pairs(labels: Mapping[str, str]) -> frozenset[str]:
     return frozenset(f"{key}={value}" for key, value in labels.items())
 
 
+ModelName = Annotated[str, Field(min_length=1, max_length=512)]
+Weights = Annotated[Mapping[ModelName, Annotated[float, Field(ge=0.0, le=1e6)]], Field(min_length=1, max_length=16)]
+
+
+def _some_weight(weights: Mapping[str, float]) -> Mapping[str, float]:
+    if not any(weights.values()):
+        raise ValueError("one weight has to be above 0")
+    return weights
+
+
+Shares = Annotated[Weights, AfterValidator(_some_weight)]
+
+
+class Models(Section):
+    """Names of models, and versions behind one name."""
+
+    aliases: Annotated[Mapping[ModelName, ModelName | Shares], Field(max_length=1000)] = {}
+    """Other names for models: the request goes on with the model's own. With weights, as in `{chat: {small: 9,
+    large: 1}}`, the alias stands for several, sticky by session."""
+    splits: Annotated[Mapping[ModelName, Shares], Field(max_length=1000)] = {}
+    """Shares of a model's versions, as in `{llama: {v1: 95, v2: 5}}`, by `version` of the agents' instances."""
+    on_demand: Globs = ()
+    """Models that are started when asked for: requests for them wait (`queue`) while no instance has them."""
+
+    def versions(self) -> Versions:
+        """The splits as policy has them."""
+        aliases = {
+            name: Split(name, tuple(Target(m, weight=w) for m, w in _shares(to).items()))
+            for name, to in self.aliases.items()
+        }
+        splits = {
+            model: Split(model, tuple(Target(model, version, weight) for version, weight in shares.items()))
+            for model, shares in self.splits.items()
+        }
+        return Versions(aliases, splits)
+
+
+def _shares(to: str | Mapping[str, float]) -> Mapping[str, float]:
+    return {to: 1.0} if isinstance(to, str) else to
+
+
 class Affinity(Section):
     """Sessions that return to where they were served."""
 
@@ -312,7 +363,9 @@ class Tracing(Section):
     sample_ratio: Fraction = 0.01
     """Share of requests whose spans are exported, where the caller did not decide; errors always are."""
     recent: Annotated[int, Field(ge=0, le=100_000)] = 2000
-    """Finished requests remembered for `headwater trace`."""
+    """Finished requests remembered for `headwater trace` and `explain`; at most 32 MiB of them."""
+    decisions_file: str = ""
+    """Every request's decision record is also appended to this file, a JSON line each; none: it is only remembered."""
 
 
 class Auth(Section):
@@ -496,6 +549,7 @@ class TierConfig(Section):
     drain: Drain = Drain()
     policy: PolicySection = PolicySection()
     placement: Placement = Placement()
+    models: Models = Models()
     affinity: Affinity = Affinity()
     etcd: Etcd = Etcd()
     redis: Redis = Redis()

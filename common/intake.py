@@ -17,8 +17,8 @@ from common.errors import BadRequest, Draining, Forbidden, ModelNotFound, NoEndp
 from common.policy.addresses import AddressRates, client_of, within
 from common.policy.input_length import InputLength
 from common.policy.output_length import OutputLength
+from common.policy.versions import Versions
 from common.records import RequestRecord
-from common.relay import heads
 from common.relay.coding import decoded
 from common.relay.exchange import Exchange
 from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
@@ -39,6 +39,7 @@ class Intake:
         affinity: Affinity,
         signer: RouteSigner,
         lengths: OutputLength,
+        versions: Versions,
         *,
         slo: Slo = NO_SLO,
         verified_peers: bool = False,
@@ -53,6 +54,7 @@ class Intake:
         self._gate = gate
         self._addresses = AddressRates()
         self._slo = slo  # of requests that name none
+        self._versions = versions
         self._verified_peers = verified_peers  # a peer has to show a certificate as well
         # Says in `Via` that a request went from this system to a server; nobody without the key can say so.
         self.pseudonym = b"headwater-" + hashlib.sha256(b"via" + signer.keys[0]).hexdigest()[:12].encode()
@@ -64,7 +66,7 @@ class Intake:
 
         Raises BadRequest, ModelNotFound, NoEndpoints, Draining or AccessError.
         """
-        header = heads.find(exchange.headers, HEADER)
+        header = exchange.fields.get(HEADER)
         told = self._told(exchange, header, record) if header is not None else None
         admission = None
         if told is None:
@@ -129,7 +131,9 @@ class Intake:
         self, exchange: Exchange, matched: apis.Match, record: RequestRecord, tenant: str
     ) -> tuple[InferenceRequest, Priority | None]:
         """What is in it, and the class its header asks for."""
-        if any(key == b"via" and self.pseudonym in value for key, value in exchange.headers):
+        if b"via" in exchange.fields and any(
+            key == b"via" and self.pseudonym in value for key, value in exchange.headers
+        ):
             message = (
                 "the request comes back from what was taken for a server: an instance is a balancer of this system"
             )
@@ -142,14 +146,19 @@ class Intake:
             ask = await asyncio.to_thread(apis.understand, matched, exchange.header, body)
         else:
             ask = apis.understand(matched, exchange.header, body)
-        model = record.model = ask.model
+        target = self._versions.target(ask.model, ask.session or record.id)
+        if target.model != ask.model:
+            exchange.body = apis.renamed(exchange.body, ask.model, target.model, api.kind)
+        model = record.model = ask.model = target.model
+        record.version = target.version
         balancing = self._balancing
-        if balancing.empty:
+        on_demand = balancing.on_demand(model)
+        if balancing.empty and not on_demand:
             raise NoEndpoints("no instance is registered yet", retry_after_s=1.0)
-        if not api.model_optional and not balancing.known(model) and not balancing.any_model():
+        if not api.model_optional and not balancing.known(model) and not (balancing.any_model() or on_demand):
             raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
         record.input_bytes, record.input_items = ask.size, ask.items
-        hints = apis.read_hints(exchange.header)
+        hints = apis.NO_HINTS if apis.HINTS.isdisjoint(exchange.fields) else apis.read_hints(exchange.header)
         input_tokens = self.inputs.expect(model, ask.size, ask.items)
         request = InferenceRequest(
             record.id,
@@ -164,6 +173,8 @@ class Intake:
             tenant=tenant,
             deadline_s=hints.deadline_s,
             slo=self._slo if hints.slo == NO_SLO else hints.slo,
+            version=target.version,
+            fingerprint=ask.fingerprint,
             operation=api.operation,
         )
         placement = await self._affinity.lookup(ask.session) if ask.session else None
@@ -192,4 +203,4 @@ class Intake:
             exchange.body = await asyncio.to_thread(decoded, exchange.body, codings, limit)
         else:
             exchange.body = decoded(exchange.body, codings, limit)
-        exchange.headers = [(k, v) for k, v in exchange.headers if k != b"content-encoding"]
+        exchange.drop(b"content-encoding")

@@ -5,7 +5,7 @@ A FastAPI application; everything that is relayed never comes here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,18 +15,27 @@ from starlette.exceptions import HTTPException
 from common import apis
 from common.balancing import Balancing
 from common.errors import ModelNotFound
+from common.policy.versions import Split
 
 # Handlers are coroutines, although they await nothing: others would run in threads, over maps that the loop changes.
 
 
-def local_app(balancing: Balancing, ready: Callable[[], bool]) -> FastAPI:
-    """The application beside the relay on the data listener."""
+def local_app(balancing: Balancing, ready: Callable[[], bool], aliases: Mapping[str, Split]) -> FastAPI:
+    """The application beside the relay on the data listener. `aliases`: other names, and the models they stand for."""
+
+    def served() -> frozenset[str]:
+        models = balancing.models()
+        return models | {name for name, split in aliases.items() if any(t.model in models for t in split.targets)}
+
+    def behind(name: str) -> list[str]:
+        return [target.model for target in aliases[name].targets] if name in aliases else [name]
+
     app = FastAPI(title="Headwater", docs_url=None, redoc_url=None, openapi_url=None)
 
     def models_for(request: Request) -> list[str]:
         """Those that are served and that the caller's tenant may use, in order."""
         tenant = getattr(request.state, "tenant", None)
-        return sorted(m for m in balancing.models() if tenant is None or tenant.may_use(m))
+        return sorted(m for m in served() if tenant is None or any(tenant.may_use(name) for name in behind(m)))
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Counters and distributions as plain numbers, turned into Prometheus' families when somebody scrapes.
 
 Counting happens on the path of every request and scraping every few seconds, so the work is done there: an increment
-is a dictionary and an addition, an observation a bisection.
+is a dictionary and an addition, an observation a bisection. Scrapes run on a thread of their own, and read copies.
 """
 
 from __future__ import annotations
@@ -28,22 +28,30 @@ class Counts:
         """Count."""
         self.values[labels] = self.values.get(labels, 0.0) + amount
 
-    def family(self) -> Metric:
+    def families(self) -> list[Metric]:
         """As Prometheus has it."""
         family = CounterMetricFamily(self.name, self.doc, labels=self.labels)
-        for labels, value in self.values.items():
+        for labels, value in list(self.values.items()):
             family.add_metric(labels, value)
-        return family
+        return [family]
 
 
 class Spread:
     """One distribution with labels, over fixed upper bounds."""
 
-    def __init__(self, name: str, doc: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
+    def __init__(
+        self,
+        name: str,
+        doc: str,
+        labels: Sequence[str],
+        bounds: Sequence[float],
+        also: tuple[str, Sequence[str]] | None = None,
+    ) -> None:
         self.name = name
         self.doc = doc
         self.labels = labels
         self.bounds = bounds
+        self.also = also  # a second name, with its names of the labels, under which the same figures are offered
         self.values: dict[Labels, list[float]] = {}  # one count a bound and one above, then the sum
 
     def see(self, labels: Labels, value: float) -> None:
@@ -54,10 +62,16 @@ class Spread:
         row[bisect_left(self.bounds, value)] += 1.0
         row[-1] += value
 
-    def family(self) -> Metric:
+    def families(self) -> list[Metric]:
         """As Prometheus has it: cumulative buckets."""
-        family = HistogramMetricFamily(self.name, self.doc, labels=self.labels)
-        for labels, row in self.values.items():
+        found: list[Metric] = [self._family(self.name, self.labels)]
+        if self.also is not None:
+            found.append(self._family(*self.also))
+        return found
+
+    def _family(self, name: str, label_names: Sequence[str]) -> Metric:
+        family = HistogramMetricFamily(name, self.doc, labels=label_names)
+        for labels, row in list(self.values.items()):
             so_far, buckets = 0.0, []
             for bound, count in zip((*map(_shown, self.bounds), "+Inf"), row[:-1], strict=True):
                 so_far += count
@@ -74,9 +88,9 @@ class Level:
         self.doc = doc
         self.value = 0.0
 
-    def family(self) -> Metric:
+    def families(self) -> list[Metric]:
         """As Prometheus has it."""
-        return GaugeMetricFamily(self.name, self.doc, value=self.value)
+        return [GaugeMetricFamily(self.name, self.doc, value=self.value)]
 
 
 class Scrape(Collector):
@@ -87,7 +101,7 @@ class Scrape(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """The present values."""
-        return [metric.family() for metric in self._metrics]
+        return [family for metric in self._metrics for family in metric.families()]
 
 
 def _shown(bound: float) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from common.types import Path, Pick
+from common.types import InferenceRequest, Path, Pick, Score, Shed
 
 
 class Ending(Enum):
@@ -24,13 +25,53 @@ class Ending(Enum):
 
 @dataclass(slots=True)
 class StageRecord:
-    """One stage's decision."""
+    """One stage's decision. What is not asked for is not computed: it holds the pick, whose columns are read later."""
 
     path: Path  # the node whose children it chose among
-    pick: Pick  # its scores are looked at when somebody asks
+    pick: Pick
     takeover: bool
     at: float
     span_id: str
+    attempt: int = 0  # which of the request's attempts it led to
+    pool_size: int = 0  # endpoints there were, whether they qualified or not
+    scorers: tuple[tuple[str, float, Any], ...] = ()  # of the policy: (term, weight, how it is computed)
+    unheard: tuple[str, ...] = ()  # whose last load report was too old to be believed
+    pool_stale: bool = False  # membership was what was known last: its store was out of reach
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """What each term counts for in the total: seconds for one of its unit."""
+        return {term: weight for term, weight, _ in self.scorers}
+
+    @property
+    def chosen(self) -> str:
+        """The id of the child that was taken."""
+        return self.pick.endpoint.id
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy that chose."""
+        return self.pick.policy
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Names of what the costs are made of."""
+        return self.pick.terms
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """What each candidate cost, in the order of their ids. Built anew at each call: O(candidates)."""
+        return self.pick.scores
+
+    @property
+    def predicted_ttft_s(self) -> float | None:
+        """Seconds from the decision to the first token, as foreseen."""
+        return self.pick.predicted_ttft_s
+
+    @property
+    def predicted_total_s(self) -> float | None:
+        """Seconds from the decision to the last token, as foreseen."""
+        return self.pick.predicted_total_s
 
 
 @dataclass(slots=True)
@@ -81,6 +122,8 @@ class RequestRecord:
     queued_at: float | None = None  # when it first came to wait here for a server with room
     queued_s: float = 0.0  # how long it waited, all times together
     executions: int = 0  # servers that were sent it so far, by this tier and all others
+    version: str = ""  # of the model that was asked for, as in `InferenceRequest`
+    struck: int = 0  # servers that it took down, or whose memory it exhausted, as this tier and those below saw
     served_by: str = ""  # region/cluster/instance
     first_byte_at: float | None = None
     ended_at: float = 0.0
@@ -88,6 +131,8 @@ class RequestRecord:
     ending: Ending = Ending.REFUSED
     error: str = ""
     counted: bool = False  # in the gauge of requests under way
+    request: InferenceRequest | None = None  # as the stages saw it; None when it was refused before any
+    shed: Shed | None = None  # the last stage's word, when nobody could take it
 
     @property
     def ttft_s(self) -> float | None:
@@ -105,3 +150,35 @@ class RequestRecord:
         if self.first_byte_at is None or not self.stream or self.output_tokens is None or self.output_tokens < 2:
             return None
         return (self.ended_at - self.first_byte_at) / (self.output_tokens - 1)
+
+    @property
+    def went_well(self) -> bool:
+        """Whether it was answered whole, and with no error."""
+        return self.ending is Ending.COMPLETE and self.status < 400
+
+    @property
+    def answered_stages(self) -> list[StageRecord]:
+        """The decisions that led to the last attempt, which is the one that was answered if any was."""
+        last = len(self.attempts) - 1
+        return [stage for stage in self.stages if stage.attempt == last]
+
+    def footprint(self) -> int:
+        """Bytes of memory it holds, rounded up; what it shares with others (names, pools) is left out. O(stages)."""
+        size = RECORD_BYTES + len(self.model) + len(self.path) + ATTEMPT_BYTES * len(self.attempts)
+        if self.request is not None:
+            size += REQUEST_BYTES + HASH_BYTES * len(self.request.prefix_hashes)
+        for stage in self.stages:
+            pick = stage.pick
+            size += STAGE_BYTES + len(pick.candidates) * (NUMBER_BYTES * (len(pick.columns) + 1) + 8)
+            size += REMOVED_BYTES * len(pick.removed)
+        return size
+
+
+# Bytes of the objects in CPython 3.11 to 3.13, measured and rounded up; a test holds them to what tracemalloc says.
+RECORD_BYTES = 1800
+REQUEST_BYTES = 600
+ATTEMPT_BYTES = 450
+STAGE_BYTES = 1100
+REMOVED_BYTES = 300  # of one filter, which names sixteen at most
+NUMBER_BYTES = 32  # a float and the list's pointer to it
+HASH_BYTES = 44  # an integer of 64 bits and the tuple's pointer to it

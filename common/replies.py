@@ -17,12 +17,14 @@ from common.relay import cors, heads
 from common.relay.exchange import Exchange
 from common.relay.sending import Answer
 
+STRUCK = b"x-headwater-struck"  # servers that the request took down
 REJECTED = b"x-headwater-rejected"  # a peer dispatched nothing: the tier above may try a sibling
 SERVED_BY = b"x-headwater-served-by"
 DECISION = b"x-headwater-decision"
 ATTEMPTS = b"x-headwater-attempts"
 JSON = (b"content-type", b"application/json")
 SSE = "text/event-stream"
+OVERLOAD = (429, 503, 529)
 SAID_CHARS = 2000  # of a server's error that is told in an event
 
 
@@ -60,7 +62,7 @@ class Replies:
         headers = [JSON, *self.cors.answer(exchange.headers), *_said_with(error)]
         added = [(DECISION, record.id.encode())]
         if record.from_peer:
-            added.append((ATTEMPTS, b"%d" % record.executions))
+            added += _counts(record)
             if error.elsewhere:
                 added.append((REJECTED, error.code.encode()))
         exchange.client.respond(error.status, headers, apis.error_body(api.family, error), heads.lines(added))
@@ -87,7 +89,7 @@ class Replies:
         added = [(DECISION, record.id.encode())]
         if record.from_peer:
             # By those that were tried, which says nothing of this node: its other endpoints may be free.
-            added += [(ATTEMPTS, b"%d" % record.executions)]
+            added += _counts(record)
             added += [] if final else [(REJECTED, b"refused")]
         kept, body = _whole(answer, api)
         if self.cors:
@@ -103,6 +105,12 @@ def _said_with(error: LBError) -> heads.Headers:
     return fields
 
 
+def _counts(record: RequestRecord) -> list[tuple[bytes, bytes]]:
+    """What the tier above has to go on with."""
+    counts = [(ATTEMPTS, b"%d" % record.executions)]
+    return [*counts, (STRUCK, b"%d" % record.struck)] if record.struck else counts
+
+
 def _whole(answer: Answer, api: apis.Api) -> tuple[heads.Headers, bytes]:
     """Headers and body of a collected answer; of one that was cut, which nobody could read, our own words."""
     if answer.cut:
@@ -115,7 +123,9 @@ def _whole(answer: Answer, api: apis.Api) -> tuple[heads.Headers, bytes]:
 def _code(answer: Answer) -> str:
     """A short name for what was refused: a tier's own, or overload, which is what servers refuse for."""
     code = heads.find(answer.headers, REJECTED)
-    return code.decode("latin-1") if code is not None and code != b"refused" else "overloaded"
+    if code is not None and code != b"refused":
+        return code.decode("latin-1")
+    return "overloaded" if answer.status in OVERLOAD else "server_failed"
 
 
 def _event(answer: Answer, api: apis.Api) -> bytes:

@@ -8,15 +8,17 @@ and one record is written. Before the first byte a failure may be tried elsewher
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 from random import Random
+
+import structlog
 
 from common import answers, apis, clock, orca, tracecontext
 from common.affinity import Affinity
 from common.answers import Meaning
-from common.balancing import Balancing
+from common.balancing import NOBODY, Balancing
 from common.errors import (
     AccessError,
     BadRequest,
@@ -31,21 +33,23 @@ from common.errors import (
     StreamBroken,
     UpstreamError,
 )
+from common.hook import Hook
 from common.intake import Intake
 from common.policy.admission import RetryBudget
-from common.policy.memory import OutOfMemory
 from common.policy.output_length import OutputLength
+from common.policy.quarantine import STRIKES, Quarantine
 from common.policy.stages import Route
+from common.policy.versions import Versions
 from common.policy.waiting import Bounds
 from common.queueing import WAITABLE, Queue, error_of
-from common.records import AttemptRecord, Ending, RequestRecord, StageRecord
+from common.records import AttemptRecord, Ending, RequestRecord
 from common.relay import cors, heads
 from common.relay.body import Observer
 from common.relay.exchange import Exchange
 from common.relay.keepalive import Pings
 from common.relay.relay import Relay
 from common.relay.sending import Answer, Sending, Verdict
-from common.replies import ATTEMPTS, DECISION, REJECTED, SERVED_BY, Replies
+from common.replies import ATTEMPTS, DECISION, OVERLOAD, REJECTED, SERVED_BY, STRUCK, Replies
 from common.route import HEADER, RouteSigner
 from common.route import Route as RouteHeader
 from common.store.base import Placement
@@ -54,13 +58,17 @@ from common.tenancy.directory import Tenant
 from common.tenancy.gate import Admission, Gate, Used
 from common.types import InferenceRequest, Outcome, Path, Shed, Slo
 
+log = structlog.get_logger()
+
 MOST_READ = 65_536  # bytes of an answer that is read before it is passed on; larger ones are no errors' words
 MAX_TRIES = 8  # hops tried for one request, refused connections and rejections included
 MAX_WAITS = 64  # times that a request waits for tiers that refused it for load, on top of the bounds of the room
 PEER_SLACK_S = 1.0  # by how much a tier waits longer than the one below it
-OVERLOAD = (429, 503, 529)
 RATE_LIMITS = b"x-ratelimit-"  # a server's own say nothing of the tenant's
 ORCA_REQUEST = heads.lines([orca.REQUEST])
+SPOILED = (Meaning.OOM, Meaning.DEAD)  # failures over one request that say nothing of the next
+DEAD_S = 10.0  # a server that has just died is dead for this long: who comes later has not killed it
+DEATHS_REMEMBERED = 1024
 OUTCOMES = {  # of what a server's answer means; what is not here is a failure
     Meaning.FINE: Outcome.SUCCESS,
     Meaning.OVERLOAD: Outcome.OVERLOADED,
@@ -68,7 +76,7 @@ OUTCOMES = {  # of what a server's answer means; what is not here is a failure
     Meaning.CLIENT: Outcome.IGNORED,
     Meaning.NO_MODEL: Outcome.IGNORED,
 }
-ELSEWHERE = (Meaning.OVERLOAD, Meaning.LOADING, Meaning.NO_MODEL, Meaning.OOM)
+ELSEWHERE = (Meaning.OVERLOAD, Meaning.LOADING, Meaning.NO_MODEL, *SPOILED)
 
 
 @dataclass(slots=True)
@@ -89,7 +97,6 @@ class _Carried:
     waits: int = 0  # for those that refused it
     peers_lost: int = 0
     meaning: Meaning = Meaning.FINE  # of the last answer that was read here
-    size: float = 0.0  # prompt and expected output, tokens
 
 
 class Serving:
@@ -111,6 +118,9 @@ class Serving:
         rng: Random,
         queue: Bounds,
         slo: Slo,
+        quarantine_s: float = 0.0,
+        versions: Versions | None = None,
+        hook: Hook | None = None,
         allowed_origins: tuple[str, ...] = (),
         dropped_headers: frozenset[bytes] = frozenset(),
         comment_s: float = 0.0,
@@ -126,15 +136,25 @@ class Serving:
         self.lengths = OutputLength()
         self.relay: Relay
         self.intake = Intake(
-            balancing, affinity, signer, self.lengths, slo=slo, verified_peers=verified_peers, gate=gate
+            balancing,
+            affinity,
+            signer,
+            self.lengths,
+            versions or Versions({}, {}),
+            slo=slo,
+            verified_peers=verified_peers,
+            gate=gate,
         )
         self.replies = Replies(allowed_origins)
         self.queue = Queue(queue, lambda route: balancing.release(route, Outcome.IGNORED))
+        self.quarantine = Quarantine(quarantine_s)
+        self._hook = hook or Hook("")
+        self._deaths: dict[Path, float] = {}  # when a server was last seen to die
+        self.on_versioned: Callable[[RequestRecord], None] = lambda record: None  # a request of a split ended
         self._local = local
         self._gate = gate
         self._attempts = attempts
         self._budget = RetryBudget(budget_ratio)
-        self._memory = OutOfMemory()
         self._sample_ratio = sample_ratio
         self._dropped = dropped_headers
         self._comment_s = comment_s
@@ -145,19 +165,24 @@ class Serving:
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer one request."""
-        matched = apis.match(exchange.method.decode("latin-1"), exchange.path)
+        path = exchange.path
+        matched = apis.match(exchange.method.decode("latin-1"), path)
         if exchange.method == b"OPTIONS" and self.replies.preflight(exchange):
             return
         if matched is None:
             await self._answer_here(exchange)
             return
         api = matched.api
-        context = tracecontext.read(exchange.headers, self._rng, self._sample_ratio)
-        record = self._open(exchange, api, context)
+        if b"traceparent" in exchange.fields:
+            context = tracecontext.read(exchange.headers, self._rng, self._sample_ratio)
+        else:
+            context = tracecontext.fresh(self._rng, self._sample_ratio)
+        record = self._open(exchange, api, context, path)
         admission: Admission | None = None
         try:
             told, admission = await self.intake.read(exchange, matched, record)
             self.telemetry.began(record)
+            self._refuse_quarantined(told.request)
             await self._carry(self._carried(exchange, api, record, context, told, admission))
         except LBError as error:
             self.replies.error(exchange, api, record, error)
@@ -172,6 +197,8 @@ class Serving:
             if admission is not None:
                 admission.end(_used(api, record))
             self.telemetry.ended(record)
+            if record.version:
+                self.on_versioned(record)
 
     async def _answer_here(self, exchange: Exchange) -> None:
         """What is not relayed; whether this process lives, anybody may ask."""
@@ -186,7 +213,7 @@ class Serving:
                 return
         await self._local(exchange, self.replies.cors.answer(exchange.headers), tenant)
 
-    def _open(self, exchange: Exchange, api: apis.Api, context: tracecontext.TraceContext) -> RequestRecord:
+    def _open(self, exchange: Exchange, api: apis.Api, context: tracecontext.TraceContext, path: str) -> RequestRecord:
         return RequestRecord(
             context.trace_id,
             tracecontext.new_span_id(self._rng),
@@ -195,7 +222,7 @@ class Serving:
             self.process_id,
             self.node,
             exchange.method.decode(),
-            exchange.path,
+            path,
             exchange.started_at,
             exchange.started_wall_ns,
             operation=api.operation,
@@ -229,18 +256,11 @@ class Serving:
             (*told.visited, self.process_id),
             set(exchange.carrier.exclude) if exchange.carrier is not None else set(),
             limits,
-            size=request.input_tokens + request.output_tokens,
         )
 
     async def _carry(self, c: _Carried) -> None:
         """Try routes until one answers, or the budget says stop."""
         self._budget.request(clock.now())
-        if self._memory.suspects and self._memory.quarantined(_fingerprint(c), clock.now()):
-            raise BadRequest(
-                "this request ran two servers out of memory and is not tried again for a minute; make it smaller",
-                status=413,
-                code="out_of_memory",
-            )
         refusal: Answer | None = None
         failure: LBError | None = None
         tries = 0
@@ -248,11 +268,12 @@ class Serving:
             tries += 1
             route = await self._next(c)
             if isinstance(route, Shed):
+                self.telemetry.shed(c.record, c.request, route)
                 nothing_left = self._shed(c, route)
                 failure = failure or nothing_left
                 failure.elsewhere = nothing_left.elsewhere  # what failed here may be tried on by the tier above
                 break
-            self._note_stages(c, route)
+            self.telemetry.decided(c.record, c.request, route.hops, self.balancing.balancers, self._rng)
             try:
                 answer = await self._attempt(c, route)
             except UpstreamError as error:
@@ -285,12 +306,10 @@ class Serving:
 
     async def _next(self, c: _Carried) -> Route | Shed:
         """Where it may go now. Where all that could take it are full, it waits for its turn in the tier it entered."""
-        too_small = self._memory.too_small(c.size, clock.now())
-        if too_small:
-            route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full | too_small))
-            if isinstance(route, Route):
-                return route
         route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
+        if isinstance(route, Shed) and c.request.version and route.reason in NOBODY:
+            c.request = replace(c.request, version="")  # rather another version than none
+            route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
         if isinstance(route, Route) or c.record.from_peer:
             return route
         shed = Shed("saturated", None, route.removed) if c.full else route
@@ -340,6 +359,7 @@ class Serving:
             carrier = c.exchange.carrier or self.relay
             answer = await carrier.forward(route.url, sending)
             outcome, retry_after_s = self._judged(c, route, answer)
+            unreachable = c.meaning is Meaning.DEAD  # what answers for it is no server any more
             return answer
         except UpstreamError as error:
             attempt.error = error.code
@@ -387,10 +407,11 @@ class Serving:
             len(exchange.body) if has_body else None,
         )
 
-        def judge(status: int, headers: heads.Headers) -> Verdict:
+        def judge(sending: Sending, status: int, headers: heads.Headers) -> Verdict:
             attempt.status = status
             if route.peer:
                 c.record.executions = max(c.record.executions, _int(heads.find(headers, ATTEMPTS)))
+                self._heard_of_strikes(c, _int(heads.find(headers, STRUCK)))
             if heads.find(headers, REJECTED) is not None if route.peer else _is_read(route, status, headers):
                 return Verdict.COLLECT
             if exchange.status and not _continues_events(status, headers):
@@ -420,9 +441,16 @@ class Serving:
             return observer.event_end + event if event and not observer.told_of_error else b""
 
         sending = Sending(exchange, head, exchange.body, judge, first_byte, break_words=break_words)
+        sending.patient = not c.request.stream
         if route.peer:  # the tier next to the server gives up first: it alone knows whom to blame, and where to go on
             sending.tries, sending.slack_s = self._attempts, PEER_SLACK_S * (3 - len(route.target))
         return sending
+
+    def _heard_of_strikes(self, c: _Carried, struck: int) -> None:
+        """What the tiers below have seen a prompt do to servers."""
+        for _ in range(min(struck, STRIKES) - c.record.struck):
+            c.record.struck += 1
+            self.quarantine.struck(c.request.fingerprint, clock.now(), certain=False)
 
     def _request_headers(self, c: _Carried, route: Route) -> bytes:
         if route.peer:
@@ -440,17 +468,20 @@ class Serving:
             added.append((SERVED_BY, served_by))
         if c.record.from_peer:
             added.append((ATTEMPTS, b"%d" % c.record.executions))
+            if c.record.struck:
+                added.append((STRUCK, b"%d" % c.record.struck))
         return heads.lines(added)
 
     def _judged(self, c: _Carried, route: Route, answer: Answer) -> tuple[Outcome, float | None]:
         """What an answer says of the endpoint, and for how long it wants to be left alone."""
         c.record.status = answer.status
+        c.meaning = Meaning.FINE
         if answer.relayed:
             c.record.ending = Ending.COMPLETE
         if route.peer:  # its own tier has judged the server; what it refuses as full counts for its node
             if answer.status < 400:
                 if answer.relayed:
-                    self._learn(c, answer)
+                    self._succeeded(c, answer)
                 return Outcome.SUCCESS, None
             full = not answer.relayed and heads.find(answer.headers, REJECTED) == b"saturated"
             return (Outcome.OVERLOADED, answers.retry_after(answer.headers)) if full else (Outcome.IGNORED, None)
@@ -463,13 +494,11 @@ class Serving:
             c.meaning, retry_after_s = reading.cause, reading.retry_after_s
             if answer.status == 503 and c.meaning is Meaning.FAILED and engine not in answers.TELLS_BUSY:
                 c.meaning = Meaning.OVERLOAD
-            if c.meaning is Meaning.OOM and not answer.relayed:
-                self._memory.ran_out(route.target, c.size, _fingerprint(c), clock.now())
             if c.meaning is not Meaning.FINE:
                 c.record.error = c.meaning.value if answer.status < 400 else c.record.error
                 return OUTCOMES.get(c.meaning, Outcome.FAILED), retry_after_s
         if answer.relayed and answer.status < 400:
-            self._learn(c, answer)
+            self._succeeded(c, answer)
         return Outcome.SUCCESS, None
 
     @staticmethod
@@ -481,6 +510,10 @@ class Serving:
         c.record.used_input_tokens, c.record.used_cached_tokens = observer.input_tokens(), observer.cached_tokens()
         if c.api.generates:
             c.record.output_tokens = observer.output_tokens()
+
+    def _succeeded(self, c: _Carried, answer: Answer) -> None:
+        self.quarantine.answered(c.request.fingerprint, clock.now())
+        self._learn(c, answer)
 
     def _learn(self, c: _Carried, answer: Answer) -> None:
         if not c.record.from_peer:
@@ -500,11 +533,12 @@ class Serving:
 
     # -- whether to try again ----------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _moves(c: _Carried, route: Route, answer: Answer) -> bool:
+    def _moves(self, c: _Carried, route: Route, answer: Answer) -> bool:
         """Whether what was answered is a reason to try elsewhere."""
         if route.peer:
-            return heads.find(answer.headers, REJECTED) is not None
+            return heads.find(answer.headers, REJECTED) is not None and c.record.struck < STRIKES
+        if c.meaning in SPOILED:
+            return self._spoiled(c, route, certain=c.meaning is Meaning.OOM)
         return c.meaning in ELSEWHERE
 
     def _may_retry(self, c: _Carried) -> bool:
@@ -525,9 +559,44 @@ class Serving:
         c.exclude.add(route.target)
         if isinstance(error, ConnectFailed):
             return self._budget.take(clock.now())
-        if isinstance(error, ResetBeforeByte) and not await self.relay.refuses(route.url):
-            return False  # the server is alive and may have executed it: never twice
+        if isinstance(error, ResetBeforeByte):
+            # A server that is alive may have executed it, and that never twice; one that died may have died of it.
+            gone = await self.relay.refuses(route.url)
+            return gone and self._spoiled(c, route, certain=False) and self._may_retry(c)
         return self._may_retry(c)
+
+    def _spoiled(self, c: _Carried, route: Route, *, certain: bool) -> bool:
+        """A server ran out of memory over a request, or died over it. Whether it may be tried elsewhere: once."""
+        now, request = clock.now(), c.request
+        died_at = self._deaths.setdefault(route.target, now)
+        if not certain and c.record.attempts[-1].at > died_at > now - DEAD_S:
+            return True  # it was dead when the request came
+        self._deaths[route.target] = now
+        if len(self._deaths) > DEATHS_REMEMBERED:
+            del self._deaths[next(iter(self._deaths))]
+        c.record.struck += 1
+        self.quarantine.struck(request.fingerprint, now, certain=certain)
+        c.exclude |= self.balancing.ran_out(route, request, certain=certain)
+        event = "instance_out_of_memory" if certain else "instance_died_over_a_prompt"
+        facts = {
+            "instance": "/".join(route.target),
+            "url": route.url,
+            "engine": route.endpoint.engine,
+            "tokens": round(request.input_tokens + request.output_tokens),
+            "trace_id": c.record.id,
+        }
+        log.warning(event, **facts)
+        self._hook.tell(event, **facts)
+        return c.record.struck < STRIKES and not self.quarantine.refused_for_s(request.fingerprint, now)
+
+    def _refuse_quarantined(self, request: InferenceRequest) -> None:
+        for_s = self.quarantine.refused_for_s(request.fingerprint, clock.now())
+        if for_s:
+            message = (
+                f"servers have run out of memory, or died, over this prompt {STRIKES} times; "
+                f"it is refused for another {ceil(for_s)} s"
+            )
+            raise BadRequest(message, status=413, code="prompt_quarantined")
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -543,12 +612,6 @@ class Serving:
         return NoEndpoints(
             f"no instance of the model `{c.request.model[:200]}` is available", retry_after_s=shed.retry_after_s
         )
-
-    def _note_stages(self, c: _Carried, route: Route) -> None:
-        now = clock.now()
-        for hop in route.hops:
-            span_id = tracecontext.new_span_id(self._rng)
-            c.record.stages.append(StageRecord(hop.path, hop.pick, hop.takeover, now, span_id))
 
 
 def _used(api: apis.Api, r: RequestRecord) -> Used:
@@ -566,11 +629,6 @@ def _used(api: apis.Api, r: RequestRecord) -> Used:
         r.started_wall_ns,
         r.total_s,
     )
-
-
-def _fingerprint(c: _Carried) -> bytes:
-    """Equal for equal requests."""
-    return hashlib.blake2b(c.exchange.body, digest_size=16, key=c.request.model.encode()[:64]).digest()
 
 
 def _is_read(route: Route, status: int, headers: heads.Headers) -> bool:

@@ -8,18 +8,21 @@ Source: OpenTelemetry semantic conventions 1.37 for HTTP and generative AI.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from common.records import AttemptRecord, RequestRecord, StageRecord
+from common.records import AttemptRecord, Ending, RequestRecord, StageRecord
 from common.types import Tier
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
+
+
+WAIT = 0x9E3779B97F4A7C15  # makes another span id out of the request's
 
 
 class Span(msgspec.Struct, omit_defaults=True):
@@ -63,7 +66,7 @@ def spans_of(record: RequestRecord) -> list[Span]:
         attributes["gen_ai.usage.output_tokens"] = int(record.output_tokens)
     if record.served_by:
         attributes["headwater.served_by"] = record.served_by
-    events = [] if record.first_byte_at is None else [("first byte", wall(record.first_byte_at))]
+    events = _events(record, wall)
     server = Span(
         record.id,
         record.span_id,
@@ -79,7 +82,29 @@ def spans_of(record: RequestRecord) -> list[Span]:
     )
     stages = [_stage(record, stage, wall(stage.at)) for stage in record.stages]
     attempts = [_attempt(record, attempt, wall) for attempt in record.attempts]
-    return [server, *stages, *attempts]
+    return [server, *_wait(record, wall), *stages, *attempts]
+
+
+def _events(record: RequestRecord, wall: Callable[[float], int]) -> list[tuple[str, int]]:
+    """What befell a request, in the order of time."""
+    found = [("retry", wall(attempt.at)) for attempt in record.attempts[1:]]
+    found += [("takeover", wall(stage.at)) for stage in record.stages if stage.takeover]
+    if record.first_byte_at is not None:
+        found.append(("first byte", wall(record.first_byte_at)))
+    if record.ending is Ending.BROKE_AFTER:
+        found.append(("broken off", wall(record.ended_at)))
+    elif record.ending is Ending.CLIENT_LEFT:
+        found.append(("client left", wall(record.ended_at)))
+    return sorted(found, key=lambda event: event[1])
+
+
+def _wait(record: RequestRecord, wall: Callable[[float], int]) -> list[Span]:
+    """The time in the waiting room, if it was there."""
+    if record.queued_at is None:
+        return []
+    began, ended = wall(record.queued_at), wall(record.queued_at + record.queued_s)
+    span_id = f"{(int(record.span_id, 16) ^ WAIT) or 1:016x}"
+    return [Span(record.id, span_id, record.span_id, "wait for room", "internal", began, ended, record.process)]
 
 
 def _stage(record: RequestRecord, stage: StageRecord, at_ns: int) -> Span:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
+from fnmatch import fnmatchcase
 from random import Random
 from socket import AF_INET, AF_INET6, create_server, gethostname
 from ssl import SSLContext
@@ -29,15 +31,19 @@ from common.balancing import Balancing
 from common.config import TierConfig
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.exchange import Exchange as ReplicaExchange
+from common.explain.decisions import decision_of
 from common.guard import Guard, peer_token
+from common.hook import Hook
 from common.hung import HungPeers
 from common.local import local_app
 from common.membership import Membership
+from common.policy import balancer
 from common.policy.balancer import Policy
 from common.policy.candidate import Limits
 from common.policy.placement import placed
 from common.policy.stages import POLICIES, policy_named
 from common.policy.waiting import Bounds
+from common.pool_metrics import PoolMetrics
 from common.quotes import Quotes
 from common.relay.asgi import AsgiApp, answer_with
 from common.relay.exchange import Exchange
@@ -45,13 +51,16 @@ from common.relay.heads import Headers
 from common.relay.relay import Relay
 from common.relay.tls import Certificates
 from common.reporting import ReportServer, Tls
+from common.rollout_api import rollout_router
+from common.rollouts import Rollouts
 from common.serving import Serving
 from common.spans import OtlpExport
 from common.store.base import MembershipStore
-from common.telemetry import Telemetry
+from common.telemetry import AccessLog, Telemetry
 from common.tenancy.build import tenants_of
 from common.tenancy.directory import Tenant
 from common.types import Path, Peer, Pool, Slo, Tier
+from common.watchdog import Watchdog
 
 log = structlog.get_logger()
 
@@ -114,8 +123,21 @@ class TierProcess:
         self.signer = await self._keys.signer()
         self.id = config.id or self._default_id()
         self._needs = config.placement.needs()
-        limits = Limits(config.upstream.max_in_flight, config.health.eject_after, config.health.cooldown_s)
-        self.balancing = Balancing(self.id, self._serves, self._policy, limits, self._rng)
+        health = config.health
+        limits = Limits(config.upstream.max_in_flight, health.eject_after, health.cooldown_s, health.max_ejected_ratio)
+        on_demand = config.models.on_demand
+        self.balancing = Balancing(
+            self.id,
+            self._serves,
+            self._policy,
+            limits,
+            self._rng,
+            lambda model: any(fnmatchcase(model, glob) for glob in on_demand),
+        )
+        self._versions = config.models.versions()
+        self.rollouts = Rollouts(
+            store, config.etcd.prefix, self.id, self._versions, self.balancing.has_version, self._knows_balancer
+        )
         self._affinity_store = backing.affinity_store(config.redis)
         self._make_telemetry()
         self._tenants = await tenants_of(config, store, lambda: len(self._replicas()) + 1)
@@ -148,15 +170,27 @@ class TierProcess:
             recent=config.tracing.recent,
             known_model=self.balancing.known,
             access_log=config.log.access,
+            decisions=self._decision_log(),
             export=self._export,
         )
+        self.telemetry.registry.register(PoolMetrics(self.balancing, self.telemetry.picks))
+
+    def _decision_log(self) -> AccessLog | None:
+        name = self.config.tracing.decisions_file
+        if not name:
+            return None
+        try:
+            fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        except OSError as error:
+            raise ConfigError(f"tracing.decisions_file: cannot write {name}: {error.strerror}") from None
+        return AccessLog(fd, lambda record: decision_of(record, self.balancing.balancers))
 
     def _make_serving(self) -> None:
         config = self.config
         affinity = Affinity(
             self._affinity_store, timeout_s=config.affinity.timeout_s, max_sessions=config.affinity.max_sessions
         )
-        local: AsgiApp = local_app(self.balancing, lambda: not self.draining)
+        local: AsgiApp = local_app(self.balancing, lambda: not self.draining, self._versions.aliases)
 
         async def answer_locally(exchange: Exchange, added: Headers, tenant: Tenant | None) -> None:
             await answer_with(local, exchange, added, {"tenant": tenant})
@@ -165,6 +199,7 @@ class TierProcess:
         if gate is not None:
             self.telemetry.registry.register(gate.metrics)
 
+        self._hook = Hook(config.health.event_url)
         self.serving = Serving(
             self.id,
             self.node,
@@ -178,6 +213,9 @@ class TierProcess:
             sample_ratio=config.tracing.sample_ratio,
             rng=self._rng,
             slo=Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s),
+            quarantine_s=config.health.quarantine_s,
+            versions=self._versions,
+            hook=self._hook,
             queue=Bounds(config.queue.max_requests, config.queue.max_tokens, config.queue.timeout_s),
             allowed_origins=config.cors.allowed_origins,
             dropped_headers=frozenset(n.lower().replace("_", "-").encode() for n in config.forward.drop_headers),
@@ -192,6 +230,7 @@ class TierProcess:
         self.relay.tls_of = self._tls_of
         self.serving.relay = self.relay
         self._hung = HungPeers(self.relay)
+        self._watchdog = Watchdog(self.relay, self.balancing, config.health.stall_s, self._hook)
 
     async def _listen(self, prepare: Callable[[], Awaitable[None]] | None) -> None:
         config = self.config
@@ -208,6 +247,10 @@ class TierProcess:
         if self._tenants is not None:
             self._spawn(self._tenants.run(), "tenants")
             await self._tenants.gate.until(lambda directory: True, backing.STORE_START_S)
+        self._spawn(self._watchdog.run(), "watchdog")
+        self.serving.on_versioned = self.rollouts.saw
+        self._spawn(self.rollouts.follow(), "rollouts")
+        self._spawn(self.rollouts.run(), "rollouts move")
         # The first request must not meet a process that has not heard yet what there is.
         await self.until(bool, backing.STORE_START_S)
         if prepare is not None:
@@ -242,6 +285,7 @@ class TierProcess:
         app = admin_app(self.id, self.node, self.balancing, self.telemetry, lambda: not self.draining, self._admin_urls)
         if self._tenants is not None:
             app.include_router(self._tenants.router)
+        app.include_router(rollout_router(self.rollouts))
         try:
             socket = create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)
         except OSError as error:
@@ -276,6 +320,7 @@ class TierProcess:
         self.balancing.update(pools)
         self.balancing.replicas(self.node, self._replicas())
         self.quotes.update(pools)
+        self.telemetry.keep_only(frozenset(pools))
         self.serving.queue.wake()
         before = self._peer_urls
         self._peer_urls = {p.id: p.url for pool in pools.values() for e in pool.endpoints for p in e.balancers}
@@ -293,6 +338,9 @@ class TierProcess:
         url = self._peer_urls.get(peer_id)
         if url is not None:
             (self._hung.trust if heard else self._hung.doubt)(url)
+
+    def _knows_balancer(self, id_: str) -> bool:
+        return id_ == self.id or id_ in self._peer_urls or any(p.id == id_ for p in self.membership.balancers(()))
 
     def _admin_urls(self) -> frozenset[str]:
         peers = [p for pool in self.pools.values() for e in pool.endpoints for p in e.balancers]
@@ -344,13 +392,13 @@ class TierProcess:
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then leave in good order; a second signal ends at once."""
-        gc.freeze()  # what is there by now stays, and need not be looked through again
-        gc.set_threshold(COLLECT_AFTER, 10, 20)
+        spare_the_collector()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         log.info(
             "serving",
+            compiled=not balancer.__file__.endswith(".py"),
             tier=self.tier.value,
             node="/".join(self.node),
             id=self.id,
@@ -390,6 +438,7 @@ class TierProcess:
     async def _close(self, grace_s: float) -> None:
         await asyncio.gather(self.relay.close(grace_s), *(b.close(grace_s) for b in self.beside))
         self._hung.close()
+        self._hook.close()
         await self.membership.close()
         await self.quotes.close()
         await self.reports.close()
@@ -408,6 +457,12 @@ class TierProcess:
         self.telemetry.close()
         if self._export is not None:
             await asyncio.to_thread(self._export.close, 2.0)
+
+
+def spare_the_collector() -> None:
+    """Have Python's collector leave alone what is there by now, which stays, and look at the rest less often."""
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, 10, 20)
 
 
 def _refusal(exchange: Exchange, status: int, message: str) -> tuple[bytes, bytes]:

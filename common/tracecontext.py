@@ -42,6 +42,11 @@ def read(headers: list[tuple[bytes, bytes]], rng: Random, sample_ratio: float) -
             state = b",".join(value for key, value in headers if key == b"tracestate")
             text = state.decode("latin-1") if len(state) <= MAX_TRACESTATE_BYTES else ""
             return TraceContext(match[2], match[3], bool(int(match[4], 16) & 1), text)
+    return fresh(rng, sample_ratio)
+
+
+def fresh(rng: Random, sample_ratio: float) -> TraceContext:
+    """A trace that begins here."""
     return TraceContext(f"{rng.getrandbits(128) or 1:032x}", "", rng.random() < sample_ratio)
 
 

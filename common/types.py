@@ -175,6 +175,7 @@ class LoadReport:
     gpu_memory_free_bytes: int | None = None
     generated_tokens: float | None = None  # counter since the server began
     phase: Phase = Phase.SERVING
+    progress: float | None = None  # moves whenever work gets done there; only its changes mean something
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,8 @@ class InferenceRequest:
     regions: tuple[str, ...] = ()  # that may serve it; none: all
     deadline_s: float | None = None  # seconds from when this tier got it
     slo: Slo = NO_SLO
+    version: str = ""  # of the model, as in `policy.versions`; "": any
+    fingerprint: int = 0  # of the model and the prompt; 0: unknown
     operation: str = ""  # chat, embeddings, image_generation, …: the class of its path
 
 

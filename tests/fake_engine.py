@@ -114,7 +114,7 @@ class Seen:
         return next((value for key, value in self.headers if key == name), None)
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeEngine:
     """One server. `script` is for all requests, `next_scripts` go first, `choose` (if set) decides before both."""
 

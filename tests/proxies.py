@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -95,12 +94,12 @@ class Nginx(Front):
         kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
         folders = "".join(f" {kind}_temp_path HERE/{kind};" for kind in kinds)  # else those of root
         changes = {"http {": "http {" + folders, "pid /run/nginx.pid;": "pid HERE/nginx.pid;"}
-        if os.getuid() == 0:
-            changes["worker_processes auto;"] = "worker_processes auto; user root;"  # who may read this directory
         return {**super().own_changes(), **changes}
 
     def command(self) -> list[str]:
-        return [tools.program("nginx"), "-e", "stderr", "-c", str(self.config), "-g", "daemon off;"]
+        # One process: workers would outlive a master that is killed, as tests end what they started.
+        only = "daemon off; master_process off;"
+        return [tools.program("nginx"), "-e", "stderr", "-c", str(self.config), "-g", only]
 
 
 class Haproxy(Front):

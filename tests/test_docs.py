@@ -14,6 +14,7 @@ import pytest
 
 from common.config import load
 from services.agent.config import AgentConfig
+from services.cli import metrics_reference
 from services.cli.reference import page
 from services.global_lb.config import GlobalConfig
 from services.instance_lb.config import InstanceConfig
@@ -50,6 +51,14 @@ def test_the_configuration_page_is_up_to_date() -> None:
 def test_every_setting_has_a_meaning() -> None:
     empty = [line for line in page().splitlines() if line.startswith("| `") and line.rstrip(" |").count("|") < 3]
     assert not empty
+
+
+def test_the_metrics_page_is_up_to_date_and_complete():
+    page = metrics_reference.page()
+    assert (DOCS / "metrics.md").read_text() == page, "run `make docs`"
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    assert len(rows) > 25
+    assert all(len(cells[4].strip()) > 10 for cells in rows)
 
 
 @pytest.mark.parametrize(("command", "text"), configurations())
@@ -114,7 +123,7 @@ def test_the_first_page_works_as_it_is_written(tmp_path: Path) -> None:
             start_new_session=True,
         )
         try:
-            code = process.wait(120)
+            code = process.wait(300)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
     said = (tmp_path / "out").read_text()

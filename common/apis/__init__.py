@@ -5,13 +5,16 @@ headers by which a client says more, `errors` has the shape of each API's
 errors. Adding a route is one line in `routes`.
 """
 
-from common.apis.bodies import Ask, understand
+from common.apis.bodies import Ask, renamed, understand
 from common.apis.errors import error_body, error_event
-from common.apis.hints import Hints, read_hints
+from common.apis.hints import HINTS, Hints, read_hints
+from common.apis.hints import NOTHING as NO_HINTS
 from common.apis.routes import HEALTH, Api, Family, Match, family_of, match
 
 __all__ = [
     "HEALTH",
+    "HINTS",
+    "NO_HINTS",
     "Api",
     "Ask",
     "Family",
@@ -22,5 +25,6 @@ __all__ = [
     "family_of",
     "match",
     "read_hints",
+    "renamed",
     "understand",
 ]

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -42,6 +43,7 @@ class Ask:
     cap: int | None = None
     session: str = ""  # hashed; "" none
     prefix_hashes: tuple[int, ...] = ()
+    fingerprint: int = 0  # of the prompt and what it is for
 
 
 Header = Callable[[bytes], str | None]
@@ -53,11 +55,13 @@ def understand(matched: Match, header: Header, body: bytes) -> Ask:
     api = matched.api
     if api.kind is Kind.PATH:
         model = _named(matched.model) if matched.model else ""
-        return Ask(model, api.streams, len(body), session=session_key(Fields(), header))
+        fingerprint = fingerprint_of(model, api.operation, body)
+        return Ask(model, api.streams, len(body), session=session_key(Fields(), header), fingerprint=fingerprint)
     if api.kind is Kind.FORM:
         model = form_field(body, header(b"content-type") or "", "model")
         items = max(1, len(body) // CLIP_BYTES)
-        return Ask(model_of(Fields(model=model)), False, 0, items, session=session_key(Fields(), header))
+        session, fingerprint = session_key(Fields(), header), fingerprint_of(model, api.operation, body)
+        return Ask(model_of(Fields(model=model)), False, 0, items, session=session, fingerprint=fingerprint)
     fields = read_fields(body)
     text = fields.text
     media_bytes, items = media(text)
@@ -69,7 +73,32 @@ def understand(matched: Match, header: Header, body: bytes) -> Ask:
         token_cap(fields),
         session_key(fields, header),
         prefix_hashes(text) if len(text) >= PREFIX_BLOCK_BYTES else (),
+        fingerprint_of(str(fields.model), api.operation, text),
     )
+
+
+def renamed(body: bytes, old: str, new: str, kind: Kind) -> bytes:
+    """A JSON body with another model's name in the place of its own, and every other byte as it was.
+
+    Raises BadRequest where the model does not stand in a JSON body.
+    """
+    if kind is Kind.JSON:
+        name = msgspec.json.encode(new)
+        for found in islice(_MODEL.finditer(body), MODEL_KEYS):
+            changed = body[: found.start(1)] + name + body[found.end(1) :]
+            if _decode(changed).model == new:  # else it is the key of an object within
+                return changed
+    raise BadRequest(f"the alias `{old[:200]}` can be used in JSON bodies only; name the model", param="model")
+
+
+_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
+MODEL_KEYS = 16  # of a body are looked at, most of which stand in objects within
+
+
+def fingerprint_of(model: str, operation: str, prompt: bytes) -> int:
+    """A number by which the same prompt for the same model is known again; 63 bits, never 0."""
+    seed = xxhash.xxh3_64_intdigest(f"{model}\n{operation}".encode())
+    return xxhash.xxh3_64_intdigest(prompt, seed) >> 1 or 1
 
 
 CLIP_BYTES = 512 * 1024  # of an uploaded file count as one item: half a minute of compressed speech

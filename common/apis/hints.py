@@ -32,6 +32,8 @@ class Hints:
     output_tokens: float | None = None
 
 
+HINTS = frozenset((b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-priority", b"x-deadline-ms", b"x-expected-output-tokens"))
+"""The headers that are read here."""
 NOTHING = Hints(NO_SLO)
 
 

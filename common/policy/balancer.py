@@ -20,8 +20,9 @@ from common.policy.ewma import DecayingSum
 from common.policy.filters import Filter, serves_model
 from common.policy.health import State
 from common.policy.pickers import Picker
-from common.policy.placement import ADAPTER_LOAD_S, Needs, adapters, having_loaded
+from common.policy.placement import ADAPTER_LOAD_S, Needs, adapters, having_loaded, kinds_of, memory_gb
 from common.policy.prediction import UNFIT, Terms, alike, class_speed, marginal_cost, prefill_steps
+from common.policy.progress import LONGEST_S, NO_SIGNS, Signs
 from common.policy.quote import QUOTE_INSTANCES, class_means
 from common.policy.scorers import Scorer
 from common.policy.server import Server, Sums
@@ -98,6 +99,7 @@ class _Held:
         "read",
         "server",
         "steps",
+        "stream",
         "terms",
         "trial",
     )
@@ -109,6 +111,7 @@ class _Held:
         self.model = request.model
         self.server = server
         self.estimate = candidate.estimates[0] if len(candidate.own) == 1 else None
+        self.stream = request.stream
         self.length = float(request.input_tokens)
         self.prompt = uncached
         self.read = uncached * (1.0 + 0.5 * request.input_tokens / server.speed.attention_tokens)
@@ -136,6 +139,7 @@ class Balancer:
         self.candidates: dict[str, Candidate] = {}
         self.revision = -1
         self.stale = False
+        self.ejections = 0  # times that a breaker opened
         self._needs = policy.needs if policy.needs is not None and policy.needs.hard else None
         self._pool = PoolFacts(self._needs)
         self._scorers = policy.scorers  # and one more where adapters have to be loaded
@@ -153,6 +157,10 @@ class Balancer:
         self._taught = 0  # samples of all classes
         self._unknown: set[str] = set()  # instances whose speed few answers have told of yet
         self._held: dict[int, _Held] = {}
+        self._passed: dict[
+            int, tuple[Candidate, str]
+        ] = {}  # reservations of an only child, which are no more than a number
+        self._only_child = False  # the pool has one region or cluster
         self._next = 0
         self._turn = 0
         self._unseen: list[tuple[float, int]] = []  # (when to take it for begun, reservation) of answers in one piece
@@ -215,6 +223,7 @@ class Balancer:
     def _pool_changed(self) -> None:
         self._qualified.clear()
         self._serving.clear()
+        self._only_child = len(self.parent) < 2 and len(self.candidates) == 1
         self._unknown &= self.candidates.keys()
         candidates = self.candidates.values()
         alive = {_class_of(c.endpoint) for c in candidates}
@@ -277,7 +286,7 @@ class Balancer:
 
     def _count_copies(self, now: float) -> None:
         """Those that live and tell nothing are taken to send as much as this one does."""
-        silent = len(self._replicas - self._heard_at.keys())
+        silent = len(self._replicas.difference(self._heard_at))
         for c in self.candidates.values():
             c.server.copied(1.0 + silent)
 
@@ -300,12 +309,15 @@ class Balancer:
             self._weights.arrived(now)
         if self._new:
             self._arrivals.add(1.0, now)
-        key: Key = request.model or request.api
+        need: str | tuple[str, int] = request.model or request.api
         if self._needs is not None:
-            key = self._needs.key(request)
+            need = self._needs.key(request)
+        key: Key = (need, request.version) if request.version else need
         if not exclude:
             plain = self._qualified.get(key)
             if plain is not None:
+                if self._only_child:
+                    return self._pass(plain[0][0], plain[1], request.model)
                 return self._take(request, plain[0], plain[1], (), now, rng)
         serving = self._serving.get(key)
         if serving is None:
@@ -320,6 +332,15 @@ class Balancer:
             self._qualified[key] = (serving, ids)
             return self._take(request, serving, ids, (), now, rng)
         return self._filtered(request, serving, exclude, now, rng)
+
+    def _pass(self, c: Candidate, ids: tuple[str, ...], model: str) -> Pick:
+        """The only child of a node: it is compared with nothing, so nothing is predicted and it is only counted."""
+        c.in_flight += 1
+        if c.in_flight >= c.max_in_flight:
+            self._qualified.clear()
+        self._next += 1
+        self._passed[self._next] = c, model
+        return Pick(c.endpoint, Reservation(self._next, c.endpoint.id, self.parent), self.policy.name, ids, (0.0,), ())
 
     def _who_serves(self, key: Key, request: InferenceRequest, now: float, rng: Random) -> list[Candidate]:
         """Those the first filter leaves, remembered until the pool changes; of many in random order."""
@@ -559,7 +580,10 @@ class Balancer:
 
     def first_token(self, reservation: Reservation, now: float) -> None:
         """The first byte of the answer came; a second call for the same reservation changes nothing."""
-        held = self._held[reservation.id]
+        held = self._held.get(reservation.id)
+        if held is None:
+            assert reservation.id in self._passed
+            return
         if held.first_at is not None:
             return
         held.first_at = now
@@ -585,41 +609,43 @@ class Balancer:
         """
         if self._unseen:
             self._settle(now)
-        held = self._held.pop(reservation.id)
-        c, s = held.candidate, held.server
+        held = self._held.pop(reservation.id, None)
+        c, model = self._passed.pop(reservation.id) if held is None else (held.candidate, held.model)
         if c.in_flight >= c.max_in_flight:
             self._qualified.clear()
         c.in_flight -= 1
         assert c.in_flight >= 0
-        s.ended(held.prompt, held.output, held.context, now, decoding=held.decoding)
-        if outcome is Outcome.SUCCESS:
-            self._learn(held, now, output_tokens)
-            if cached_tokens is not None:
-                c.prefix.corrected(held.length - held.prompt, cached_tokens)
-            if self.policy.weighted:
-                c.response_s.add(now - held.at, now)
+        if held is not None:
+            held.server.ended(held.prompt, held.output, held.context, now, decoding=held.decoding)
+            if outcome is Outcome.SUCCESS:
+                c.fitted(held.length + held.output)
+                self._learn(held, now, output_tokens)
+                if cached_tokens is not None:
+                    c.prefix.corrected(held.length - held.prompt, cached_tokens)
+                if self.policy.weighted:
+                    c.response_s.add(now - held.at, now)
         if not c.in_flight:
             c.emptied(now)
             if self._gone.get(c.endpoint.id) is c:
                 del self._gone[c.endpoint.id]
         if not self._held:
             self._unseen.clear()
-        self._judge(c, outcome, now, unreachable=unreachable, trial=held.trial)
+        self._judge(c, outcome, now, unreachable=unreachable, trial=held is not None and held.trial)
         if c.full or outcome is Outcome.OVERLOADED:
-            self._filled(held, outcome, now)
+            self._filled(c, c.queue_of(model), outcome, now)
         if outcome is Outcome.OVERLOADED:
             if c.depth == 2:  # of a region or cluster others that it holds may have room
                 c.busy_until = now + (retry_after_s if retry_after_s is not None else self.limits.busy_s)
             self._qualified.clear()
 
-    def _filled(self, held: _Held, outcome: Outcome, now: float) -> None:
-        """Keep what its refusals tell of how much it takes."""
-        c, key = held.candidate, held.candidate.queue_of(held.model)
+    def _filled(self, c: Candidate, key: str, outcome: Outcome, now: float) -> None:
+        """Keep what its refusals tell of how much it takes of what goes to one of its queues."""
         full = c.full.get(key)
         if full is not None:
             full.in_flight -= 1
         elif outcome is Outcome.OVERLOADED and len(c.full) < MODELS_CACHED:
-            held_there = sum(h.candidate is c and c.queue_of(h.model) == key for h in self._held.values())
+            held = [(h.candidate, h.model) for h in self._held.values()]
+            held_there = sum(o is c and c.queue_of(m) == key for o, m in (*held, *self._passed.values()))
             full = c.full[key] = Full(held_there)
         if full is None:
             return
@@ -636,6 +662,8 @@ class Balancer:
             c.went(failed=outcome is Outcome.FAILED, now=now)
             self._failing.add(c.endpoint.id)
         breaker = c.breaker
+        if outcome is Outcome.FAILED and not unreachable and breaker.would_open() and not self._may_eject():
+            return  # it fails; so do too many others, and spreading over all serves best
         if outcome is not Outcome.SUCCESS or breaker.failures or breaker.state is not State.CLOSED:
             before, was_open = breaker.failures, breaker.state is not State.CLOSED
             breaker.ended(outcome, now, unreachable=unreachable, trial=trial)
@@ -643,6 +671,68 @@ class Balancer:
                 self._qualified.clear()
             if was_open and breaker.state is State.CLOSED:
                 self._starts(c, now)
+            self.ejections += not was_open and breaker.state is State.OPEN
+
+    def ran_out(self, id_: str, request: InferenceRequest, now: float, *, certain: bool) -> frozenset[str]:
+        """An instance's memory was too small for a request; not `certain`: it died over it, for whatever reason.
+
+        Returns those that are no larger, if any is larger.
+        """
+        c = self.candidates.get(id_)
+        if c is None:
+            return frozenset()
+        tokens = request.input_tokens + request.output_tokens
+        if certain or tokens > c.largest:
+            c.ran_out(tokens, now)
+            self._qualified.clear()
+        size = _size(c)
+        others = {i: _size(o) for i, o in self.candidates.items() if o.endpoint.serves(request.model)}
+        if not any(_larger(other, size) for other in others.values()):
+            return frozenset()
+        return frozenset(i for i, other in others.items() if not _larger(other, size))
+
+    def _may_eject(self) -> bool:
+        """Whether one more may be left alone for its failures."""
+        if len(self.candidates) == 1:
+            return True  # nobody else would be hurt, and who asks is told at once
+        ejected = sum(c.breaker.state is not State.CLOSED for c in self.candidates.values())
+        return ejected + 1 <= self.limits.max_ejected_ratio * len(self.candidates) + 1e-9
+
+    def hung(self, signs: Mapping[str, Signs], now: float, stall_s: float) -> list[tuple[str, bool]]:
+        """Instances found to hang just now, which are left alone from here on; of each whether its counters tell so.
+
+        `signs`: what came from those with work. One that goes on is taken back. The last one left is never suspected.
+        """
+        due: dict[str, list[tuple[float, float]]] = {}
+        for held in self._held.values():
+            due.setdefault(held.candidate.endpoint.id, []).append(_due(held))
+        found = []
+        for id_ in signs:
+            c = self.candidates.get(id_)
+            if c is None:
+                continue
+            came = signs.get(id_, NO_SIGNS)
+            if c.breaker.hung and max(came.moved_at, c.progress.counted_at) > c.breaker.opened_at:
+                c.breaker.close()
+                self._starts(c, now)
+            if id_ not in due or c.breaker.state is State.OPEN:
+                c.progress.idle()
+            elif c.progress.hangs(came, due[id_], now, stall_s) and self._others_serve(c):
+                c.breaker.hangs(now)
+                self._qualified.clear()
+                found.append((id_, c.progress.counts(now)))
+        return found
+
+    def _others_serve(self, c: Candidate) -> bool:
+        """Whether somebody else is well who has one of its models."""
+        models = c.endpoint.models
+        return any(
+            o is not c
+            and o.phase is Phase.SERVING
+            and o.breaker.state is State.CLOSED
+            and (not models or not o.endpoint.models or models & o.endpoint.models)
+            for o in self.candidates.values()
+        )
 
     def _learn(self, held: _Held, now: float, output_tokens: float | None) -> None:
         """Teach the server's speed by a finished request, if it was seen well enough."""
@@ -707,7 +797,7 @@ class Balancer:
     @property
     def in_flight(self) -> int:
         """Reservations held."""
-        return len(self._held)
+        return len(self._held) + len(self._passed)
 
     def quote(self, now: float) -> tuple[ServerLoad, ...]:
         """The servers below this pool that take work, each with what is under way on it."""
@@ -729,8 +819,8 @@ SLOW_START_SHARE = 2.0  # of its fair share in any second
 CLASS_SAMPLES = 200  # of a class; newcomers start from what these said
 
 
-Key = str | tuple[str, int]
-"""What the list of those that serve a request is remembered by: its model or API, and the number of its need."""
+Key = str | tuple[str, int] | tuple[str | tuple[str, int], str]
+"""What the list of those that serve a request is remembered by: its model or API, number of its need, version."""
 
 Class = tuple[str, frozenset[str]]
 """(GPU class, models): instances that agree in both are as fast as each other until they prove otherwise."""
@@ -749,6 +839,30 @@ def _scaled(speed: Speed, times: float) -> Speed:
         gamma_s=speed.gamma_s * times,
         prefill_tokens_per_s=speed.prefill_tokens_per_s / times,
     )
+
+
+def _size(c: Candidate) -> tuple[float, float]:
+    """(memory in GB, 0 unknown; KV memory in tokens) of an instance."""
+    kind = kinds_of(c.endpoint)[0]
+    return memory_gb(kind), c.server.speed.kv_tokens
+
+
+def _larger(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether the one has more memory, or else more room for keys and values, by more than a rounding."""
+    if one[0] and other[0] and one[0] != other[0]:
+        return one[0] > LARGER * other[0]
+    return one[1] > LARGER * other[1]
+
+
+LARGER = 1.05
+
+
+def _due(held: _Held) -> tuple[float, float]:
+    """(since when, for how many seconds) an instance may be silent on a request."""
+    if held.first_at is not None:
+        return held.first_at, held.server.p / held.server.speed.prefill_tokens_per_s
+    silence = held.terms.ttft + (0.0 if held.stream else held.terms.decode)
+    return held.at, silence if silence < inf else LONGEST_S
 
 
 NAMED = 16  # of those a filter removed, so many are named
@@ -779,4 +893,5 @@ def _plain(c: Candidate, now: float) -> bool:
         and c.in_flight < c.max_in_flight
         and c.busy_until <= now
         and not c.full
+        and c.safe == inf
     )

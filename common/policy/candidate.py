@@ -16,6 +16,7 @@ from common.policy.ewma import DecayingSum, Ewma
 from common.policy.health import Breaker
 from common.policy.prediction import UNFIT, Terms, class_speed, marginal_cost
 from common.policy.prefix import PREFIX_BLOCK_TOKENS, Mirror
+from common.policy.progress import Progress
 from common.policy.server import Server, Sums
 from common.policy.speed import SpeedEstimate
 from common.types import Endpoint, InferenceRequest, LoadReport, Path
@@ -36,6 +37,8 @@ FAILING_COST = 4.0  # at all failures a candidate costs five times as much
 FULL_STEP = 0.25  # by how much a success raises what a full endpoint is given: one refusal for four answers
 FULL_PAUSE_S = (0.1, 1.0)  # first and longest pause of an endpoint that refuses although it has nothing of ours
 FULL_S = 5.0  # without a refusal for so long it is full no more
+SAFE_SHARE = 0.9  # of a size that was too large is believed to fit: sizes are estimates
+SAFE_DOUBLES_S = 600.0  # a size that was too large is taken for half as large as it may be after this
 FOREIGN_LEAST = 0.5  # below half a request it is the delay of the report
 
 
@@ -46,6 +49,7 @@ class Limits:
     max_in_flight: int = 1024
     eject_after: int = 5
     cooldown_s: float = 2.0
+    max_ejected_ratio: float = 1.0  # of a pool that failures may eject, counted with the one that is to be
     busy_s: float = 1.0  # how long an endpoint that refused for load is left alone, unless it says
 
 
@@ -114,6 +118,7 @@ class Candidate:
         "heard",
         "in_flight",
         "in_flight_reported",
+        "largest",
         "last_turn",
         "learned_at",
         "limits",
@@ -123,6 +128,7 @@ class Candidate:
         "phase",
         "pool",
         "prefix",
+        "progress",
         "quoted",
         "quotes_nothing",
         "recent",
@@ -130,6 +136,8 @@ class Candidate:
         "report_at",
         "response_s",
         "round_trip",
+        "safe",
+        "safe_at",
         "sent",
         "server",
         "started_at",
@@ -148,6 +156,10 @@ class Candidate:
         self.last_turn = 0
         self.learned_at = 0.0  # when a finished request last taught its speed
         self.pool = pool
+        self.progress = Progress()
+        self.safe = inf  # tokens of the largest request that is believed to fit its memory
+        self.safe_at = 0.0
+        self.largest = 0.0  # tokens of the largest request it answered
         self.round_trip = Ewma(half_life_s=30.0)
         self.report: LoadReport | None = None
         self.report_at = 0.0
@@ -188,6 +200,9 @@ class Candidate:
         """The pool's new word on this endpoint. Learned state stays, unless another process answers there now."""
         old, self.endpoint = self.endpoint, endpoint
         self.phase = endpoint.phase
+        if old.boot != endpoint.boot and old.boot:
+            self.breaker.close()  # what failed was another process
+            self.progress = Progress()
         if (old.boot, old.gpu, old.capacity) != (endpoint.boot, endpoint.gpu, endpoint.capacity):
             self._restart(endpoint)
         elif old.fleet != endpoint.fleet:
@@ -233,7 +248,7 @@ class Candidate:
         """Prompt tokens it would have to read: all but what is cached there, by its session or by its prefix."""
         warm, cached = request.warm, 0.0
         if len(warm) > self.depth and warm[: self.depth] == self.parent and warm[self.depth] == self.endpoint.id:
-            cached = request.warm_tokens
+            cached = float(request.warm_tokens)
         if request.prefix_hashes:
             cached = max(cached, self.prefix.held(request.prefix_hashes) * PREFIX_BLOCK_TOKENS)
         return max(request.input_tokens - cached, MIN_UNCACHED) if cached else float(request.input_tokens)
@@ -292,6 +307,28 @@ class Candidate:
         busy_s = uncached / v.prefill_tokens_per_s + request.output_tokens * (v.alpha_s / v.slots + v.beta_s)
         return busy_s * s.price_usd_per_hour / 3600.0
 
+    # -- its memory ----------------------------------------------------------------------------------------------
+
+    def safe_tokens(self, now: float) -> float:
+        """Requests of fewer tokens are believed to fit; what was learned is doubted more and more."""
+        if self.safe == inf:
+            return inf
+        tokens: float = self.safe * 2.0 ** ((now - self.safe_at) / SAFE_DOUBLES_S)
+        if tokens > self.server.speed.kv_tokens:
+            self.safe = inf
+            return inf
+        return tokens
+
+    def fitted(self, tokens: float) -> None:
+        """A request of this size was answered."""
+        self.largest = max(self.largest, tokens)
+        if tokens >= self.safe:
+            self.safe = inf
+
+    def ran_out(self, tokens: float, now: float) -> None:
+        """A request of this size exhausted its memory."""
+        self.safe, self.safe_at = min(SAFE_SHARE * tokens, self.safe_tokens(now)), now
+
     # -- what it is told ---------------------------------------------------------------------------------------------
 
     def told(self, report: LoadReport, now: float) -> None:
@@ -299,6 +336,9 @@ class Candidate:
         self.report, self.report_at = report, now - report.age_s
         self.in_flight_reported = self.in_flight
         if self.depth == 2:
+            self.progress.told(report, self.report_at)
+            if report.running is not None:
+                self.breaker.may_be_back(now)
             self._count_foreign(report, now)
             return
         self.quotes_nothing = not report.servers

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from common.policy.placement import kinds_of
+from common.policy.versions import matches
 from common.types import InferenceRequest, Phase
 
 if TYPE_CHECKING:
@@ -19,7 +21,17 @@ def serves_model(request: InferenceRequest, candidates: Sequence[Candidate], now
     if not request.model:
         speaks = ENGINES_OF.get(request.api)
         return [c for c in candidates if speaks is None or c.depth < 2 or c.endpoint.engine in speaks]
-    return [c for c in candidates if c.endpoint.serves(request.model)]
+    serving = [c for c in candidates if c.endpoint.serves(request.model)]
+    if not request.version:
+        return serving
+    return [
+        c
+        for c in serving
+        if any(
+            (not kind.models or request.model in kind.models) and matches(request.version, kind.labels)
+            for kind in kinds_of(c.endpoint)
+        )
+    ]
 
 
 def not_draining(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
@@ -40,6 +52,12 @@ def not_ejected(request: InferenceRequest, candidates: Sequence[Candidate], now:
 def has_capacity(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
     """Has room for one more, as far as is known here."""
     return [c for c in candidates if c.has_room(request, now)]
+
+
+def fits_memory(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
+    """Is not known to run out of memory over requests of this size, as long as there is another."""
+    tokens = request.input_tokens + request.output_tokens
+    return [c for c in candidates if tokens < c.safe_tokens(now)] or list(candidates)
 
 
 ENGINES_OF = {"ollama": ("ollama",), "kserve": ("triton",), "torchserve": ("torchserve",)}

@@ -26,7 +26,18 @@ class State(Enum):
 class Breaker:
     """Of one endpoint. `eject_after` failures in a row open it; a refused connection opens it at once."""
 
-    __slots__ = ("cooldown_s", "eject_after", "failures", "max_cooldown_s", "opened_at", "openings", "state", "trial")
+    __slots__ = (
+        "cooldown_s",
+        "eject_after",
+        "failures",
+        "hung",
+        "max_cooldown_s",
+        "opened_at",
+        "openings",
+        "state",
+        "trial",
+        "unreachable",
+    )
 
     def __init__(self, eject_after: int = 5, cooldown_s: float = 2.0, max_cooldown_s: float = 60.0) -> None:
         self.eject_after = eject_after
@@ -37,6 +48,8 @@ class Breaker:
         self.openings = 0  # in a row, without a success between
         self.opened_at = 0.0
         self.trial = False
+        self.hung = False  # it is open because nothing came from it
+        self.unreachable = False  # it is open because nobody listened
 
     def ready(self, now: float) -> bool:
         """Whether it may be picked; turns OPEN into HALF_OPEN when the cool-down is over."""
@@ -64,13 +77,33 @@ class Breaker:
         `trial`: it may have been the trial, whose place it then gives back; one sent before the opening does not.
         """
         if outcome is Outcome.SUCCESS:
-            self.state, self.failures, self.openings = State.CLOSED, 0, 0
+            self.close()
         elif outcome is Outcome.FAILED:
             self.failures += 1
             if self.state is State.HALF_OPEN or unreachable or self.failures >= self.eject_after:
                 self._open(now)
+                self.unreachable = unreachable
         if trial:
             self.trial = False
+
+    def hangs(self, now: float) -> None:
+        """Nothing comes from it although it has work: open at once."""
+        self._open(now)
+        self.hung, self.trial = True, False
+
+    def close(self) -> None:
+        """It works."""
+        self.state, self.failures, self.openings = State.CLOSED, 0, 0
+        self.hung = self.unreachable = self.trial = False
+
+    def may_be_back(self, now: float) -> None:
+        """Somebody answers where nobody listened: the next request is the trial, before the cool-down is over."""
+        if self.state is State.OPEN and self.unreachable:
+            self.opened_at = min(self.opened_at, now - self.max_cooldown_s)
+
+    def would_open(self) -> bool:
+        """Whether one more failure opens it."""
+        return self.state is State.CLOSED and self.failures + 1 >= self.eject_after
 
     def _open(self, now: float) -> None:
         if self.state is not State.OPEN:

@@ -7,6 +7,7 @@ of two cost the marginal cost rule some 5 % of the mean latency, so no heavier p
 from __future__ import annotations
 
 from math import log2
+from typing import ClassVar
 
 
 class OutputLength:
@@ -15,9 +16,9 @@ class OutputLength:
     A key's mean forgets over about `MEMORY` samples. Beyond `max_keys` the key that was made first gives way.
     """
 
-    MEMORY = 500
-    ENOUGH = 20  # samples before a finer key is believed over the coarser one
-    FIRST_GUESS = 128.0  # tokens; the median of public conversation traffic
+    MEMORY: ClassVar = 500
+    ENOUGH: ClassVar = 20  # samples before a finer key is believed over the coarser one
+    FIRST_GUESS: ClassVar = 128.0  # tokens; the median of public conversation traffic
 
     __slots__ = ("_means", "max_keys")
 

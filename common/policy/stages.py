@@ -8,8 +8,8 @@ takeover is this loop's bound and not a mode. A stage that sheds gives the pick 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from common.policy import classic, filters, pickers, scorers
 from common.policy.balancer import Balancer, Policy
@@ -20,6 +20,7 @@ QUALIFIES = (
     filters.not_draining,
     filters.not_loading,
     filters.not_ejected,
+    filters.fits_memory,
     filters.has_capacity,
 )
 
@@ -132,8 +133,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Hop:
+class Hop(NamedTuple):
     """One stage's pick on the way down, and whether this process ran it for a balancer that is gone."""
 
     path: Path
@@ -146,8 +146,7 @@ class Hop:
         return Tier.of(self.path)
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """Where a request goes next: to a peer that runs the rest, or (peer None) to the instance itself."""
 
     hops: tuple[Hop, ...]
@@ -194,7 +193,7 @@ def descend(
     balancer = balancers.get(start)
     if balancer is None:
         return Shed("no_endpoints", 1.0)
-    tried = {path[-1] for path in exclude if path[:-1] == start}
+    tried = {path[-1] for path in exclude if path[:-1] == start} if exclude else set()
     if request.regions and not start:
         tried |= balancer.candidates.keys() - set(request.regions)
     shed: Shed | None = None

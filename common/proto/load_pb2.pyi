@@ -39,7 +39,7 @@ class PingReply(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("endpoint", "age_s", "servers", "running", "waiting", "kv_utilization", "gpu_utilization", "gpu_memory_free_bytes", "generated_tokens", "phase", "elapsed_s")
+    __slots__ = ("endpoint", "age_s", "servers", "running", "waiting", "kv_utilization", "gpu_utilization", "gpu_memory_free_bytes", "generated_tokens", "phase", "elapsed_s", "progress")
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class LoadReport(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     endpoint: str
     age_s: float
     servers: _containers.RepeatedCompositeFieldContainer[ServerLoad]
@@ -62,7 +63,8 @@ class LoadReport(_message.Message):
     generated_tokens: float
     phase: Phase
     elapsed_s: float
-    def __init__(self, endpoint: _Optional[str] = ..., age_s: _Optional[float] = ..., servers: _Optional[_Iterable[_Union[ServerLoad, _Mapping]]] = ..., running: _Optional[float] = ..., waiting: _Optional[float] = ..., kv_utilization: _Optional[float] = ..., gpu_utilization: _Optional[float] = ..., gpu_memory_free_bytes: _Optional[int] = ..., generated_tokens: _Optional[float] = ..., phase: _Optional[_Union[Phase, str]] = ..., elapsed_s: _Optional[float] = ...) -> None: ...
+    progress: float
+    def __init__(self, endpoint: _Optional[str] = ..., age_s: _Optional[float] = ..., servers: _Optional[_Iterable[_Union[ServerLoad, _Mapping]]] = ..., running: _Optional[float] = ..., waiting: _Optional[float] = ..., kv_utilization: _Optional[float] = ..., gpu_utilization: _Optional[float] = ..., gpu_memory_free_bytes: _Optional[int] = ..., generated_tokens: _Optional[float] = ..., phase: _Optional[_Union[Phase, str]] = ..., elapsed_s: _Optional[float] = ..., progress: _Optional[float] = ...) -> None: ...
 
 class ServerLoad(_message.Message):
     __slots__ = ("speed", "gpu", "count", "decoding", "waiting", "prompt_tokens", "context_tokens", "remaining_tokens", "prefill_share", "price_usd_per_hour", "models")

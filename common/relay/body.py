@@ -9,9 +9,11 @@ Source: the HTML standard, section 9.2 (server-sent events): an event ends with 
 from __future__ import annotations
 
 import re
+from collections import deque
 
 TAIL_BYTES = 2048  # a usage block is a few hundred bytes and comes last
 HELD_EVENT_BYTES = 65_536  # a longer event is passed on piece by piece
+TAIL_PIECES = 16
 SSE_ENDS = (b"\n\n", b"\n\r\n", b"\r\r")
 LINE_ENDS = (b"\n",)
 LONGEST_END = 3
@@ -26,7 +28,7 @@ NDJSON = ("application/x-ndjson", "application/jsonl")
 class Observer:
     """Sees every body chunk of one answer. `coded`: it has a content coding, so nothing can be read in it."""
 
-    __slots__ = ("_line", "_mark", "bytes", "content_type", "events", "tail")
+    __slots__ = ("_line", "_mark", "_pieces", "bytes", "content_type", "events")
 
     def __init__(self, content_type: str = "", *, coded: bool = False) -> None:
         self.content_type = "" if coded else content_type
@@ -39,7 +41,7 @@ class Observer:
         self._line = b"\n" + self._mark if self._mark is not None else b""
         self.bytes = 0
         self.events = 0
-        self.tail = b""
+        self._pieces: deque[bytes] = deque(maxlen=TAIL_PIECES + 1)  # the last ones, which no chunk is copied for
 
     def saw(self, data: bytes) -> None:
         """One chunk passed; of a stream of events it begins with one, unless that is a very long one."""
@@ -47,7 +49,19 @@ class Observer:
         mark = self._mark
         if mark is not None:
             self.events += data.count(self._line) + data.startswith(mark)
-        self.tail = data if len(data) >= TAIL_BYTES else (self.tail + data)[-TAIL_BYTES:]
+        pieces = self._pieces
+        if len(data) >= TAIL_BYTES:
+            pieces.clear()
+            pieces.append(data[-TAIL_BYTES:])
+        elif pieces and len(pieces[-1]) < TAIL_BYTES // TAIL_PIECES:
+            pieces[-1] += data
+        else:
+            pieces.append(data)
+
+    @property
+    def tail(self) -> bytes:
+        """The last bytes, TAIL_BYTES of them at least once there were so many."""
+        return b"".join(self._pieces)
 
     @property
     def ends(self) -> tuple[bytes, ...] | None:

@@ -111,6 +111,7 @@ class ClientConnection(asyncio.Protocol):
         if self._task is not None:
             self._task.cancel()
         self._queue.clear()
+        self._parser = _Deaf()  # the real one refers to us: freed at once and not by the collector
         self._listener.closed(self)
 
     def eof_received(self) -> bool:
@@ -236,6 +237,7 @@ class ClientConnection(asyncio.Protocol):
         assert parsing is not None
         parsing.head_complete = True
         parsing.method = parser.get_method()
+        parsing.fields = dict(reversed(parsing.headers))
         version = parser.get_http_version()
         parsing.old = version == "1.0"
         parsing.close = not parser.should_keep_alive()

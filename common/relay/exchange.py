@@ -52,6 +52,7 @@ class Exchange:
         "committed",
         "ended",
         "expects_continue",
+        "fields",
         "head_complete",
         "headers",
         "method",
@@ -73,6 +74,7 @@ class Exchange:
         self.method = b""
         self.target = b""
         self.headers: heads.Headers = []
+        self.fields: dict[bytes, bytes] = {}  # the first value of each header, once the head is complete
         self.body: bytes = b""
         self.pieces: list[bytes] = []  # of the body, while it comes
         self.head_complete = False
@@ -102,9 +104,14 @@ class Exchange:
             return b"connection: close\r\n"
         return b"connection: keep-alive\r\n" if self.old else b""
 
+    def drop(self, name: bytes) -> None:
+        """Forget a header."""
+        self.headers = [(k, v) for k, v in self.headers if k != name]
+        self.fields.pop(name, None)
+
     def header(self, name: bytes) -> str | None:
         """The first value of a header as text, or None."""
-        value = heads.find(self.headers, name)
+        value = self.fields.get(name)
         return None if value is None else value.decode("latin-1")
 
 

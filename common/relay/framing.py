@@ -12,6 +12,7 @@ from common.relay.exchange import ClientLimits, Exchange
 
 MAX_HEADERS = 256  # fields in one head; browsers and SDKs send about twenty
 JUDGED = frozenset((b"host", b"transfer-encoding", b"content-length", b"expect"))
+UNUSUAL = JUDGED - {b"host", b"content-length"}
 TRANSFER_CODINGS = frozenset((b"chunked", b"gzip", b"x-gzip", b"deflate", b"compress", b"x-compress"))
 SCHEMES = (b"http://", b"https://")
 
@@ -21,6 +22,10 @@ Refused = tuple[int, str]
 
 def judge(exchange: Exchange, version: str, limits: ClientLimits) -> Refused | None:
     """Whether a head is refused; notes on the way whether its client waits to be invited to send the body."""
+    fields = exchange.fields
+    if version == "1.1" and len(fields) == len(exchange.headers) and UNUSUAL.isdisjoint(fields) and b"host" in fields:
+        # As nearly all are: no field twice, and nothing but a length that says where the body ends.
+        return _judge_length(fields.get(b"content-length"), limits)
     hosts = 0
     refused: Refused | None = None
     for key, value in exchange.headers:
@@ -29,8 +34,7 @@ def judge(exchange: Exchange, version: str, limits: ClientLimits) -> Refused | N
         if key == b"host":
             hosts += 1
         elif key == b"content-length":
-            if int(value) > limits.max_body_bytes:  # digits alone, or the parser had refused it
-                refused = 413, f"the body is larger than {limits.max_body_bytes} bytes"
+            refused = _judge_length(value, limits) or refused
         elif key == b"transfer-encoding":
             if exchange.old:
                 refused = 400, "HTTP/1.0 has no transfer-encoding"
@@ -45,6 +49,12 @@ def judge(exchange: Exchange, version: str, limits: ClientLimits) -> Refused | N
     if hosts > 1 or (hosts == 0 and not exchange.old):
         return 400, "exactly one Host header is required"
     return refused
+
+
+def _judge_length(value: bytes | None, limits: ClientLimits) -> Refused | None:
+    if value is not None and int(value) > limits.max_body_bytes:  # digits alone, or the parser had refused it
+        return 413, f"the body is larger than {limits.max_body_bytes} bytes"
+    return None
 
 
 def _unspoken(codings: bytes) -> Refused:

@@ -21,7 +21,7 @@ PING = b": ping\n\n"
 
 def takes_comments(answer: Answer) -> bool:
     """Whether an answer is a stream of events that can be read and written into."""
-    return answer.relayed and answer.status == 200 and answer.observer.ends is SSE_ENDS
+    return answer.relayed and answer.status == 200 and answer.observer.ends == SSE_ENDS
 
 
 class Pings:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable
+from math import inf
 from socket import SO_RCVBUF, SOL_SOCKET
 from ssl import SSLContext
 from urllib.parse import urlsplit
@@ -51,6 +52,8 @@ class AddressPool:
         self._sweeper = sweeper
         self._idle: list[UpstreamConnection] = []
         self._retired = False
+        self.moved_at = -inf  # when a byte of an answer's body last came
+        self.completed_at = -inf  # when an answer was last complete
 
     async def connect(self, *, fresh: bool = False) -> UpstreamConnection:
         """An idle connection (unless `fresh`), or a new one. Raises ConnectFailed, Saturated or NoEndpoints."""
@@ -148,6 +151,17 @@ class AddressPool:
         for connection in waiting:
             connection.give_up(error)
         return len(waiting)
+
+    def give_up_hung(self, error: UpstreamError, *, sure: bool) -> int:
+        """End all requests that no client has a byte of; those answered in one piece only where it is `sure`."""
+        waiting = [c for c in self._open if c.uncommitted and (sure or not c.patient)]
+        for connection in waiting:
+            connection.give_up(error)
+        return len(waiting)
+
+    def streams(self) -> list[tuple[float, float]]:
+        """(first byte at, last byte at) of each stream under way."""
+        return [(c.began_at, c.moved_at) for c in self._open if c.streams]
 
     def retire(self) -> None:
         """Nobody will look after this pool any more: what is under way ends, and nothing is kept."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from math import inf
 from ssl import SSLContext
 
 from common import clock
 from common.errors import ConnectFailed, NoEndpoints, ResetBeforeByte, Saturated, UpstreamError
+from common.policy.progress import Signs
 from common.relay.client import ClientConnection
 from common.relay.exchange import ClientLimits, Handler, Refusal
 from common.relay.listener import Listener
@@ -147,6 +149,19 @@ class Relay:
     def give_up(self, url: str, error: UpstreamError) -> int:
         """End those with an error, since whoever has them hangs; how many there were."""
         return sum(pool.give_up(error) for pool in self._of(url))
+
+    def give_up_hung(self, url: str, error: UpstreamError, *, sure: bool) -> int:
+        """End what no client has a byte of yet, for an instance hangs; see `AddressPool.give_up_hung`."""
+        return sum(pool.give_up_hung(error, sure=sure) for pool in self._of(url))
+
+    def signs(self, url: str) -> Signs:
+        """What came of answers from an address."""
+        pools = self._of(url)
+        return Signs(
+            max((pool.moved_at for pool in pools), default=-inf),
+            max((pool.completed_at for pool in pools), default=-inf),
+            tuple(stream for pool in pools for stream in pool.streams()),
+        )
 
     async def _trim(self) -> None:
         while True:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from math import inf
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import httptools
 
@@ -45,6 +45,8 @@ class UpstreamConnection(asyncio.Protocol):
         "_heard",
         "_hold",
         "_keep",
+        "_length",
+        "_moved_at",
         "_out",
         "_parser",
         "_pool",
@@ -55,19 +57,23 @@ class UpstreamConnection(asyncio.Protocol):
         "_whole",
         "_written_at",
         "answer",
+        "began_at",
         "closed",
         "deadline",
         "idle_since",
+        "moved_at",
         "reused",
         "transport",
     )
 
     def __init__(self, pool: AddressPool) -> None:
         self._pool = pool
-        self._parser: httptools.HttpResponseParser | None = None
+        # One for all answers: making one costs as much as parsing.
+        self._parser: Any = httptools.HttpResponseParser(self)
         self._sending: Sending | None = None
         self._future: asyncio.Future[Answer] | None = None
         self._headers: heads.Headers = []
+        self._length: bytes | None = None  # the answer's content-length
         self._out: list[bytes] = []
         self._hold: EventHold | None = None
         self._collected = self._head_bytes = 0
@@ -76,9 +82,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._started = False  # a byte of the body came
         self._whole = False  # it is passed on when it is complete
         self._written_at = 0.0
+        self._moved_at = 0.0  # when something of the body came last
         self._total_deadline = inf
         self.answer: Answer | None = None  # since its head is there
         self.transport: asyncio.Transport = cast("asyncio.Transport", None)
+        self.began_at = self.moved_at = 0.0  # first and latest byte of the body of the answer under way
         self.deadline = inf
         self.idle_since = 0.0
         self.reused = False
@@ -91,11 +99,11 @@ class UpstreamConnection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self._sending = sending
         self._future = loop.create_future()
-        self._parser = httptools.HttpResponseParser(self)
         self.answer = self._hold = None
         self._done = self._chunked = self._until_close = self._whole = self._heard = self._started = False
         self._collected = self._head_bytes = 0
         self._written_at = now = clock.now()
+        self.began_at = 0.0
         self._total_deadline = now + self._pool.limits.total_timeout_s + sending.slack_s
         self._arm(now, sending)
         sending.exchange.upstream = self
@@ -119,7 +127,8 @@ class UpstreamConnection(asyncio.Protocol):
         if not self.closed:
             self.transport.resume_reading()
             if self._sending is not None:
-                self._arm(clock.now(), self._sending)
+                self._moved_at = clock.now()
+                self._arm(self._moved_at, self._sending)
 
     def abandon(self) -> None:
         """Nobody waits for the answer any more: close at once, so that the server stops working on it."""
@@ -131,6 +140,21 @@ class UpstreamConnection(asyncio.Protocol):
         """Whether a request was written and nothing of its answer came."""
         return self._sending is not None and not self._heard
 
+    @property
+    def uncommitted(self) -> bool:
+        """Whether a request was written and its client has nothing of an answer yet."""
+        return self._sending is not None and not self._sending.exchange.committed
+
+    @property
+    def patient(self) -> bool:
+        """Whether nothing is to be heard of its request before the answer is whole."""
+        return self._sending is not None and self._sending.patient
+
+    @property
+    def streams(self) -> bool:
+        """Whether a stream is under way and has begun."""
+        return self._started and self._sending is not None and not self._sending.patient
+
     # -- the socket --------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -140,7 +164,7 @@ class UpstreamConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Bytes of an answer."""
         sending = self._sending
-        if self._parser is None or sending is None:
+        if sending is None:
             self.transport.abort()  # a server that speaks unasked cannot be trusted with the next request
             return
         self._heard = True
@@ -153,22 +177,33 @@ class UpstreamConnection(asyncio.Protocol):
             if not self._done:
                 self.lost(f"the server's answer is not valid HTTP: {error}")
                 return
+        if self._started or self._done:
+            self._moved(clock.now())
         if self._done:
             self._finish(sending)
             return
         if self._out and not self._whole:
             self._flush(sending)
         if self._started:
-            if not sending.exchange.client.write_paused:
-                self._arm(clock.now(), sending)
+            self._moved_at = clock.now()
         elif self.answer is None:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES:
                 self.lost(f"the server's answer has no end of its head within {HEAD_BYTES} bytes")
 
+    def _moved(self, now: float) -> None:
+        """Something of the body came, or its end."""
+        pool = self._pool
+        self.moved_at = pool.moved_at = now
+        if not self.began_at:
+            self.began_at = now
+        if self._done:
+            pool.completed_at = now
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection ended."""
         self.closed = True
+        self._parser = None  # it refers to us: freed at once and not by the collector
         self._pool.ended(self)
         if self._sending is None:
             return
@@ -185,7 +220,13 @@ class UpstreamConnection(asyncio.Protocol):
             return
         if sending.exchange.client.write_paused:
             sending.exchange.client.transport.abort()  # the whole time is over, and it is not the server's doing
-        elif now >= self._total_deadline and self._started:
+            return
+        if self._started:  # what has come since is not told by setting the deadline anew at every chunk
+            due = min(self._moved_at + limits.stall_timeout_s + sending.slack_s, self._total_deadline)
+            if now < due:
+                self.deadline = due
+                return
+        if now >= self._total_deadline and self._started:
             self.lost(f"the answer was not complete within {limits.total_timeout_s:g} s")
         elif self._started:
             self.lost(f"no byte for {limits.stall_timeout_s:g} s")
@@ -217,19 +258,19 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """The head of the answer: judge it."""
-        assert self._parser is not None
         status = self._parser.get_status_code()
         if status < 200 or self._done:
             return
         assert self._sending is not None
         sending, exchange, headers = self._sending, self._sending.exchange, self._headers
         self._keep = self._parser.should_keep_alive()
-        content_type = (heads.find(headers, b"content-type") or b"").decode("latin-1")
-        observer = sending.observer = Observer(content_type, coded=heads.find(headers, b"content-encoding") is not None)
-        relay = sending.judge(status, headers) is Verdict.RELAY
+        fields = dict(reversed(headers))
+        content_type = fields.get(b"content-type", b"").decode("latin-1")
+        observer = sending.observer = Observer(content_type, coded=b"content-encoding" in fields)
+        relay = sending.judge(sending, status, headers) is Verdict.RELAY
         self.answer = Answer(status, headers, relay, observer)
-        length = heads.find(headers, b"content-length")
-        coded = heads.find(headers, b"transfer-encoding") is not None
+        self._length = length = fields.get(b"content-length")
+        coded = b"transfer-encoding" in fields
         body = heads.has_body(exchange.method, status)
         self._until_close = body and not coded and length is None
         if not body:
@@ -247,6 +288,9 @@ class UpstreamConnection(asyncio.Protocol):
             return  # of an answer that nobody asked for
         if not self._started:
             self._started = True
+            self._moved_at = clock.now()
+            if not sending.exchange.client.write_paused:
+                self._arm(self._moved_at, sending)
             if answer.relayed:
                 sending.first_byte()
         if not answer.relayed or answer.status >= 400:
@@ -288,12 +332,11 @@ class UpstreamConnection(asyncio.Protocol):
         exchange.committed = True
         exchange.body = sending.body = b""
         body = heads.has_body(exchange.method, answer.status)
-        length = heads.find(answer.headers, b"content-length")
         ahead = exchange.status != 0  # keep-alive comments have begun the answer, with a head of our own
         if ahead:
             self._chunked = exchange.chunked
         else:
-            added = sending.added + self._framing(exchange, answer, length, body=body)
+            added = sending.added + self._framing(exchange, answer, body=body)
             head = heads.response_head(answer.status, answer.headers, added, sending.replaced)
         exchange.status = answer.status
         if self._chunked:
@@ -301,10 +344,10 @@ class UpstreamConnection(asyncio.Protocol):
         if not ahead:
             self._out.insert(0, head)
 
-    def _framing(self, exchange: Exchange, answer: Answer, length: bytes | None, *, body: bool) -> bytes:
+    def _framing(self, exchange: Exchange, answer: Answer, *, body: bool) -> bytes:
         """The lines of the head that frame the body for this client."""
-        if length is not None and heads.find(answer.headers, b"transfer-encoding") is None:
-            return b"content-length: %b\r\n%b" % (length, exchange.connection_line)
+        if self._length is not None and heads.find(answer.headers, b"transfer-encoding") is None:
+            return b"content-length: %b\r\n%b" % (self._length, exchange.connection_line)
         if not body:
             return exchange.connection_line
         if not exchange.old:
@@ -321,7 +364,7 @@ class UpstreamConnection(asyncio.Protocol):
         assert answer is not None
         if answer.relayed:
             self._last_bytes(sending)
-        self._sending = self._future = self._parser = None
+        self._sending = self._future = None
         self.deadline = inf
         if answer.relayed:
             sending.exchange.client.finished()
@@ -356,12 +399,12 @@ class UpstreamConnection(asyncio.Protocol):
             return
         if answer is not None and not answer.relayed:  # it has refused, which its body only explains
             answer.cut = True
-            future, self._future, self._sending, self._parser = self._future, None, None, None
+            future, self._future, self._sending = self._future, None, None
             if future is not None and not future.done():
                 future.set_result(answer)
         elif not sending.exchange.committed:
             if answer is not None and self._whole:
-                declared = (heads.find(answer.headers, b"content-length") or b"").decode()
+                declared = (self._length or b"").decode()
                 message += f" after {answer.observer.bytes} of {declared} bytes of the answer's declared length"
             self._fail(ResetBeforeByte(message))
         else:
@@ -379,7 +422,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _fail(self, error: UpstreamError) -> None:
         future, self._future = self._future, None
-        self._sending = self._parser = None
+        self._sending = None
         self.deadline = inf
         self._out.clear()
         if future is not None and not future.done():

@@ -23,7 +23,7 @@ _PHASE_IN: Final = {
     load_pb2.PHASE_SERVING: Phase.SERVING,
     load_pb2.PHASE_DRAINING: Phase.DRAINING,
 }
-_FIGURES: Final = ("running", "waiting", "kv_utilization", "gpu_utilization", "generated_tokens")
+_FIGURES: Final = ("running", "waiting", "kv_utilization", "gpu_utilization", "generated_tokens", "progress")
 _LOADS: Final = (
     "decoding",
     "waiting",
@@ -69,6 +69,7 @@ def from_wire(message: load_pb2.LoadReport) -> LoadReport:
         gpu_utilization=_fraction(_figure(message, "gpu_utilization")),
         gpu_memory_free_bytes=free if free >= 0 else None,
         generated_tokens=_figure(message, "generated_tokens"),
+        progress=_figure(message, "progress"),
         phase=_PHASE_IN.get(message.phase, Phase.LOADING),
     )
 

@@ -60,6 +60,7 @@ x-tier-environment: &tier-environment
   HEADWATER_REPORTS__LISTEN: 0.0.0.0:9090
   HEADWATER_ETCD__URLS: '["http://etcd:2379"]'
   HEADWATER_REDIS__URL: redis://redis:6379/0
+  HEADWATER_TRACING__OTLP_ENDPOINT: ${OTLP_ENDPOINT:-} # http://jaeger:4318, with the profile below
 
 x-agent-environment: &agent-environment
   HEADWATER_LISTEN: 0.0.0.0:9090
@@ -114,7 +115,8 @@ def text() -> str:
             parts += [_instance(region, cluster), _agent(region, cluster)]
         parts += [_title(f"{region.name}: simulated servers, as one process"), _engines(region)]
         parts += [_one_engine(region)] if region.name == KILLED_INSTANCE[0] else []
-    return "\n".join([*parts, "volumes:\n  etcd:\n"])
+    parts += [_title("with --profile observability: metrics, dashboards, traces"), _observability()]
+    return "\n".join([*parts, "configs:\n" + _scrape(), "volumes:\n  etcd:\n"])
 
 
 def _title(title: str) -> str:
@@ -234,9 +236,7 @@ def _engine_service(region: Region, container: str) -> str:
 
 
 def _traffic() -> str:
-    tiers = [f"global-{r.name}" for r in REGIONS]
-    tiers += [f"region-{r.name}" for r in REGIONS]
-    tiers += [f"instance-{c.name}" for r in REGIONS for c in r.clusters]
+    tiers = _tiers()
     agents = [f"agent-{c.name}" for r in REGIONS for c in r.clusters]
     targets = "".join(f"      - --target=http://global-{region.name}:8080\n" for region in REGIONS)
     admins = "".join(f"      - --admin=http://{name}:9080\n" for name in tiers)
@@ -256,6 +256,69 @@ def _traffic() -> str:
 {waits}    healthcheck: # it goes on sending and counting
       <<: *health
       test: [CMD-SHELL, 'test -n "$$(find /tmp/traffic.json -mmin -1)"']
+"""
+
+
+# -- to look at it -----------------------------------------------------------------------------------------------------
+
+
+def _tiers() -> list[str]:
+    tiers = [f"global-{r.name}" for r in REGIONS] + [f"region-{r.name}" for r in REGIONS]
+    return tiers + [f"instance-{c.name}" for r in REGIONS for c in r.clusters]
+
+
+def _observability() -> str:
+    return """\
+  prometheus:
+    image: prom/prometheus:v2.53.3
+    profiles: [observability]
+    command: [--config.file=/etc/prometheus/prometheus.yml, --storage.tsdb.retention.time=6h]
+    configs: [{source: prometheus, target: /etc/prometheus/prometheus.yml}]
+    volumes: ["../prometheus/rules.yaml:/etc/prometheus/rules.yaml:ro"]
+    tmpfs: [/prometheus:mode=1777] # gone with the container
+    ports: ["127.0.0.1:${PROMETHEUS_PORT:-9090}:9090"]
+    restart: unless-stopped
+    logging: *logging
+    healthcheck: {<<: *health, test: [CMD-SHELL, "wget -q -O /dev/null http://127.0.0.1:9090/-/ready"]}
+
+  grafana:
+    image: grafana/grafana:12.1.0
+    profiles: [observability]
+    environment: # whoever reaches the port may look, and no more; on loopback only
+      GF_AUTH_ANONYMOUS_ENABLED: "true"
+      GF_AUTH_BASIC_ENABLED: "false"
+      GF_ANALYTICS_REPORTING_ENABLED: "false"
+      GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH: /var/lib/grafana/dashboards/headwater.json
+    volumes:
+      - "../grafana/provisioning:/etc/grafana/provisioning:ro"
+      - "../grafana/headwater.json:/var/lib/grafana/dashboards/headwater.json:ro"
+    ports: ["127.0.0.1:${GRAFANA_PORT:-3000}:3000"]
+    restart: unless-stopped
+    logging: *logging
+    healthcheck: {<<: *health, test: [CMD-SHELL, "wget -q -O /dev/null http://127.0.0.1:3000/api/health"]}
+
+  jaeger:
+    image: jaegertracing/all-in-one:1.62.0
+    profiles: [observability]
+    command: [--memory.max-traces=20000]
+    ports: ["127.0.0.1:${JAEGER_PORT:-16686}:16686"]
+    restart: unless-stopped
+    logging: *logging
+    healthcheck: {<<: *health, test: [CMD-SHELL, "wget -q -O /dev/null http://127.0.0.1:14269/"]}
+"""
+
+
+def _scrape() -> str:
+    targets = ", ".join(f"'{name}:9080'" for name in _tiers())
+    return f"""\
+  prometheus:
+    content: |
+      global: {{scrape_interval: 5s, evaluation_interval: 15s}}
+      rule_files: [/etc/prometheus/rules.yaml]
+      scrape_configs:
+        - job_name: headwater
+          static_configs:
+            - targets: [{targets}]
 """
 
 

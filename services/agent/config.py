@@ -56,8 +56,8 @@ class InstanceConfig(Section):
     """Share of a weighted policy, relative to the others."""
     price_usd_per_hour: Annotated[float, Field(ge=0.0, le=100_000.0)] = 0.0
     """What an hour of it costs."""
-    version: str = ""
-    """Of what it serves; another one starts the learned speed over."""
+    version: LabelValue = ""
+    """Of what it serves: shares of traffic and rollouts go by it, and another one starts the learned speed over."""
     memory_gb: Annotated[float, Field(gt=0.0, le=100_000.0)] | None = None
     """Memory of its accelerators together, 10^9 bytes; empty: as NVML says, else as its class of GPU has it."""
     labels: Annotated[Mapping[LabelKey, LabelValue], Field(max_length=64)] = {}

@@ -22,6 +22,7 @@ import structlog
 
 from common import clock
 from common.policy.prediction import class_speed
+from common.policy.versions import label_of
 from common.types import Endpoint, LoadReport, Phase, Speed
 from services.agent.accelerators import Accelerators, Unsampled
 from services.agent.adapters import AdapterLoader
@@ -146,6 +147,7 @@ class _Watch:
             gpu_utilization=accelerator.utilization,
             gpu_memory_free_bytes=accelerator.memory_free_bytes,
             generated_tokens=state.generated_tokens,
+            progress=_progress(state),
             phase=self.endpoint.phase if self.endpoint is not None else Phase.LOADING,
         )
 
@@ -234,7 +236,7 @@ class _Watch:
             boot=f"{config.version}/{boot}" if config.version else boot,
             capacity=_capacity(gpu, known),
             memory_gb=accelerator.memory_gb,
-            labels=frozenset(f"{key}={value}" for key, value in config.labels.items()),
+            labels=_labels(config),
             loadable=frozenset(config.loadable) - (models or frozenset()),
         )
 
@@ -244,6 +246,18 @@ class _Watch:
             level = log.warning if trouble else log.info
             level("instance_trouble", instance=self.id, url=self.config.url, trouble=sorted(trouble))
         self._trouble = trouble
+
+
+def _labels(config: InstanceConfig) -> frozenset[str]:
+    """Those it is configured with, and its version as one."""
+    labels = frozenset(f"{key}={value}" for key, value in config.labels.items())
+    return labels | {label_of(config.version)} if config.version else labels
+
+
+def _progress(state: EngineState) -> float | None:
+    """All its counters of work together; None if it has none."""
+    known = [figure for figure in (state.generated_tokens, state.steps) if figure is not None]
+    return sum(known) if known else None
 
 
 def _capacity(gpu: str, known: EngineState) -> Speed | None:

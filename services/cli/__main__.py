@@ -157,14 +157,21 @@ def trace(
         typer.echo(line)
 
 
-ELSEWHERE = {  # commands, and groups of them, that stand in a module of their own, which takes long to import
+GROUPS = {  # of several commands each
+    "key": ("services.cli.tenants", "key"),
+    "rollout": ("services.cli.rollout", "app"),
+    "tenant": ("services.cli.tenants", "tenant"),
+}
+ELSEWHERE = {  # commands whose options stand in a module of their own, which takes long to import
+    "explain": ("services.cli.ask", "explain"),
+    "route": ("services.cli.ask", "route"),
+    "top": ("services.cli.top", "top"),
+    "whatif": ("services.cli.ask", "whatif"),
     "bench": ("services.bench.__main__", "bench"),
     "demo": ("services.demo.__main__", "demo"),
     "certs": ("services.cli.certs", "certs"),
-    "key": ("services.cli.tenants", "key"),
     "engine": ("services.engine_sim.__main__", "command"),
     "sim": ("services.sim.__main__", "sim"),
-    "tenant": ("services.cli.tenants", "tenant"),
 }
 
 
@@ -172,13 +179,13 @@ def main() -> None:
     """Entry point of the console script. A process that is started by the dozen imports its own command only."""
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
     here = {c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands}
+    known = asked in {*here, *ELSEWHERE, *GROUPS}  # else it is --help, or a slip, which lists them all
+    for name, (module, group) in GROUPS.items():
+        if asked == name or not known:
+            app.add_typer(getattr(import_module(module), group), name=name)
     for name, (module, function) in ELSEWHERE.items():
-        if asked == name or asked not in {*here, *ELSEWHERE}:  # the second: --help, or a slip, which lists them all
-            found = getattr(import_module(module), function)
-            if isinstance(found, typer.Typer):
-                app.add_typer(found, name=name)
-            else:
-                app.command(name)(found)
+        if asked == name or not known:
+            app.command(name)(getattr(import_module(module), function))
     app()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.records import AttemptRecord, Ending, RequestRecord, StageRecord
-from common.types import Endpoint, Path, Pick, Reservation
+from common.types import Endpoint, InferenceRequest, Path, Pick, Reservation
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 WALL_NS = 1_700_000_000_123_456_789
@@ -44,25 +44,27 @@ def stage(
     chosen: str,
     costs: dict[str, float],
     span_id: str = "b" * 16,
-    *,
-    predicted_ttft_s: float | None = 0.25,
     **fields: Any,
 ) -> StageRecord:
     """A decision by two terms, the second of which is a tenth of a second for all."""
-    totals = tuple(costs.values())
-    columns = (("completion_s", tuple(total - 0.1 for total in totals)), ("round_trip_s", (0.1,) * len(totals)))
     pick = Pick(
         Endpoint(chosen),
         Reservation(1, chosen, path),
-        "predicted_completion",
+        fields.pop("policy", "predicted_completion"),
         tuple(costs),
-        totals,
-        columns,
-        predicted_ttft_s=predicted_ttft_s,
-        predicted_total_s=1.5,
+        tuple(costs.values()),
+        (("completion_s", [total - 0.1 for total in costs.values()]), ("round_trip_s", [0.1] * len(costs))),
+        fields.pop("predicted_ttft_s", 0.25),
+        fields.pop("predicted_total_s", 1.5),
     )
     values: dict[str, Any] = {"path": path, "pick": pick, "takeover": False, "at": BEGAN + 0.01, "span_id": span_id}
     return StageRecord(**(values | fields))
+
+
+def asked(**fields: Any) -> InferenceRequest:
+    """What the stages saw of `record()`."""
+    values: dict[str, Any] = {"id": TRACE, "model": "m", "stream": True, "input_tokens": 100, "output_tokens": 30.0}
+    return InferenceRequest(**(values | fields))
 
 
 def attempt(target: Path, peer: str = "", span_id: str = "c" * 16, **fields: Any) -> AttemptRecord:

@@ -51,7 +51,7 @@ def test_the_server_span_comes_first_and_has_the_callers_span_for_parent() -> No
     assert (server.trace_id, server.span_id, server.parent_id, server.kind) == (TRACE, "a" * 16, "d" * 16, "server")
     assert (server.name, server.process) == ("chat m", "eu-1")
     assert (server.start_ns, server.end_ns) == (WALL_NS, after(2.0))
-    assert server.events == [("first byte", after(0.5))]
+    assert server.events == [("takeover", after(0.01)), ("retry", after(0.05)), ("first byte", after(0.5))]
     assert {s.parent_id for s in others} == {"a" * 16}
     assert {s.trace_id for s in others} == {TRACE}
     assert [s.span_id[0] for s in others] == ["1", "2", "3", "4"]
@@ -73,6 +73,20 @@ def test_the_server_span_says_what_the_conventions_ask_for() -> None:
         "headwater.stream": True,
         "headwater.served_by": "eu/c1/i1",
     }
+
+
+def test_what_befell_it_is_told_in_the_order_of_time() -> None:
+    r = record(
+        attempts=[attempt(("eu", "c1", "i1")), attempt(("eu", "c1", "i2"), at=BEGAN + 0.3)],
+        stages=[stage(("eu",), "c1", {"c1": 1.0}, takeover=True)],
+        ending=Ending.BROKE_AFTER,
+        queued_at=BEGAN + 0.1,
+        queued_s=0.2,
+    )
+    server, wait, *_ = spans_of(r)
+    assert [name for name, _ in server.events] == ["takeover", "retry", "first byte", "broken off"]
+    assert (wait.name, wait.parent_id, wait.end_ns - wait.start_ns) == ("wait for room", server.span_id, 200_000_000)
+    assert wait.span_id not in ("0" * 16, server.span_id)
 
 
 def test_what_is_not_known_is_left_out() -> None:

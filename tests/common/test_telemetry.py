@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client import generate_latest
 
 from common import telemetry as telemetry_module
+from common.policy.stages import Hop
 from common.records import Ending, RequestRecord
 from common.telemetry import LOG_FLUSH_S, LOG_PENDING, MODEL_LABELS, AccessLog, Telemetry, access_line
+from common.types import Pick, Shed, Slo
 from tests.common.build import BEGAN, TRACE, attempt, record, stage
+from tests.common.explain.build import AT, pool
+from tests.common.policy.build import ask, balancer_of, region
 
 
 def telemetry(recent: int = 100, known: str = "mno", **options: object) -> Telemetry:
@@ -84,17 +86,18 @@ def test_times_are_observed_of_what_went_well() -> None:
     t = telemetry()
     serve(t)
     counts = series(t)
-    assert counts["headwater_time_to_first_token_seconds_sum", "m"] == pytest.approx(0.5)
-    assert counts["headwater_time_per_output_token_seconds_sum", "m"] == pytest.approx(1.5 / 30)
-    assert counts["headwater_request_duration_seconds_sum", "m"] == pytest.approx(2.0)
+    assert counts["headwater_time_to_first_token_seconds_sum", "chat", "m"] == pytest.approx(0.5)
+    assert counts["headwater_time_per_output_token_seconds_sum", "chat", "m"] == pytest.approx(1.5 / 30)
+    assert counts["headwater_request_duration_seconds_sum", "chat", "m"] == pytest.approx(2.0)
 
 
 def test_an_answer_in_one_piece_has_a_duration_only() -> None:
     t = telemetry()
     serve(t, stream=False)
     assert {key[0] for key in series(t) if "seconds" in key[0]} == {
-        "headwater_request_duration_seconds_count",
-        "headwater_request_duration_seconds_sum",
+        f"{name}_{part}"
+        for name in ("headwater_request_duration_seconds", "gen_ai_server_request_duration_seconds")
+        for part in ("count", "sum")
     }
 
 
@@ -111,17 +114,16 @@ def test_times_of_what_went_wrong_are_not_mixed_in(bad: dict[str, object]) -> No
 def test_one_token_says_nothing_of_the_time_per_token(tokens: float | None) -> None:
     t = telemetry()
     serve(t, output_tokens=tokens)
-    assert ("headwater_time_per_output_token_seconds_count", "m") not in series(t)
+    assert ("headwater_time_per_output_token_seconds_count", "chat", "m") not in series(t)
 
 
-def test_attempts_and_takeovers_are_counted() -> None:
+def test_attempts_are_counted_and_those_after_the_first_by_what_came_before() -> None:
     t = telemetry()
     serve(
         t,
-        stages=[stage(("eu",), "c1", {"c1": 1.0}), stage(("eu", "c1"), "i1", {"i1": 1.0}, takeover=True)],
         attempts=[
             attempt(("eu", "c1", "i0"), error="connect_failed"),
-            attempt(("eu", "c1", "i1")),
+            attempt(("eu", "c1", "i1"), status=503),
             attempt(("eu",), peer="eu-1"),
         ],
     )
@@ -129,8 +131,114 @@ def test_attempts_and_takeovers_are_counted() -> None:
     assert found["headwater_attempts_total", "instance", "connect_failed"] == 1
     assert found["headwater_attempts_total", "instance", ""] == 1
     assert found["headwater_attempts_total", "peer", ""] == 1
-    assert {key: value for key, value in found.items() if key[0] == "headwater_takeovers_total"} == {
-        ("headwater_takeovers_total", "instance"): 1
+    assert found["headwater_retries_total", "connect_failed"] == 1
+    assert found["headwater_retries_total", "status_503"] == 1
+
+
+# -- decisions -------------------------------------------------------------------------------------------------------
+
+
+def counted(t: Telemetry, name: str) -> dict[tuple[str, ...], float]:
+    return {key[1:]: value for key, value in series(t).items() if key[0] == name}
+
+
+def test_decisions_are_noted_and_counted_when_they_are_made() -> None:
+    """By reason: there was no other, the session was there, it cost least; and takeovers as soon as they happen."""
+    t, rng = telemetry(), Random(1)
+    cluster, alone = pool("a", "b"), balancer_of(region("c1"), parent=("eu",))
+    balancers = {b.parent: b for b in (cluster, alone)}
+    r, request = record(), ask()
+    for request in (ask(), ask(warm=("eu", "c1", "b"), warm_tokens=390)):
+        hops = []
+        for balancer, takeover in ((alone, False), (cluster, True)):
+            pick = balancer.pick(request, AT, rng)
+            assert isinstance(pick, Pick)
+            hops.append(Hop(balancer.parent, pick, takeover))
+        t.decided(r, request, hops, balancers, rng)
+        r.attempts.append(attempt(("eu", "c1", "b")))
+    assert [(s.path, s.attempt, s.takeover, s.pool_size) for s in r.stages] == [
+        (("eu",), 0, False, 1),
+        (("eu", "c1"), 0, True, 2),
+        (("eu",), 1, False, 1),
+        (("eu", "c1"), 1, True, 2),
+    ]
+    assert len({s.span_id for s in r.stages}) == 4
+    assert r.request is request
+    assert counted(t, "headwater_decisions_total") == {
+        ("region", "predicted_completion", "only_candidate"): 2,
+        ("instance", "predicted_completion", "lowest_cost"): 1,
+        ("instance", "predicted_completion", "session"): 1,
+    }
+    assert counted(t, "headwater_takeovers_total") == {("instance",): 2}
+
+
+def test_what_nobody_could_take_is_counted_by_its_reason() -> None:
+    t, r = telemetry(), record()
+    t.shed(r, ask(), Shed("saturated", 1.0))
+    assert r.shed == Shed("saturated", 1.0)
+    assert counted(t, "headwater_sheds_total") == {("saturated",): 1}
+
+
+def test_predictions_are_held_against_what_came_of_them_stage_by_stage() -> None:
+    t = telemetry()
+    first = stage(("eu",), "c1", {"c1": 1.0}, predicted_ttft_s=0.49, predicted_total_s=0.995)
+    other = stage(("eu", "c1"), "i1", {"i1": 1.0}, predicted_ttft_s=None, predicted_total_s=None)
+    failed = stage(("eu",), "c0", {"c0": 1.0}, predicted_ttft_s=9.0, predicted_total_s=9.0)
+    failed.attempt, first.attempt, other.attempt = 0, 1, 1
+    serve(
+        t,
+        stages=[failed, first, other],
+        attempts=[attempt(("eu",), error="connect_failed"), attempt(("eu",))],
+        predicted_output_tokens=62.0,
+    )
+    assert counted(t, "headwater_prediction_ratio_count") == {
+        ("region", "ttft"): 1,
+        ("region", "total"): 1,
+        ("request", "output_tokens"): 1,
+    }
+    assert counted(t, "headwater_prediction_ratio_sum") == {
+        ("region", "ttft"): pytest.approx(1.0),
+        ("region", "total"): pytest.approx(2.0),
+        ("request", "output_tokens"): pytest.approx(0.5),
+    }
+
+
+@pytest.mark.parametrize(
+    ("warm", "result"), [((), "new"), (("eu", "c1", "i1"), "returned"), (("eu", "c1", "i2"), "moved")]
+)
+def test_sessions_are_counted_by_where_they_went(warm: tuple[str, ...], result: str) -> None:
+    t = telemetry()
+    serve(t, request=ask(session="s", warm=warm))
+    serve(t, request=ask(session="s", warm=warm), from_peer=True)  # told by the tier above, which has counted it
+    serve(t, request=ask())
+    assert counted(t, "headwater_affinity_total") == {(result,): 1}
+
+
+def test_waits_are_observed_of_those_that_waited() -> None:
+    t = telemetry()
+    serve(t)
+    serve(t, queued_at=BEGAN, queued_s=0.25)
+    assert counted(t, "headwater_queue_wait_seconds_count") == {(): 1}
+    assert counted(t, "headwater_queue_wait_seconds_sum") == {(): 0.25}
+
+
+def test_the_names_of_the_convention_have_the_same_figures() -> None:
+    t = telemetry()
+    serve(t)
+    serve(t, output_tokens=None)
+    for ours, theirs in (
+        ("headwater_time_to_first_token_seconds", "gen_ai_server_time_to_first_token_seconds"),
+        ("headwater_time_per_output_token_seconds", "gen_ai_server_time_per_output_token_seconds"),
+        ("headwater_request_duration_seconds", "gen_ai_server_request_duration_seconds"),
+    ):
+        for part in ("_count", "_sum"):
+            assert counted(t, ours + part) == counted(t, theirs + part) != {}
+    assert counted(t, "gen_ai_client_token_usage_sum") == {("chat", "m", "input"): 200, ("chat", "m", "output"): 31}
+    (family,) = [f for f in t.registry.collect() if f.name == "gen_ai_client_token_usage"]
+    assert set(family.samples[0].labels) - {"le"} == {
+        "gen_ai_operation_name",
+        "gen_ai_request_model",
+        "gen_ai_token_type",
     }
 
 
@@ -182,67 +290,32 @@ def test_a_name_gets_its_label_once_it_is_served_and_keeps_it() -> None:
     assert {key[1]: n for key, n in requests_of(t).items()} == {"other": 1, "new": 2}
 
 
-# -- what is remembered ----------------------------------------------------------------------------------------------
-
-
-def spans_kept(t: Telemetry, limit: int = 10**6) -> list[int]:
-    return [int(r.span_id, 16) for r in t.recent(limit)]
-
-
-def test_recent_requests_are_the_latest_the_newest_first() -> None:
-    t = telemetry(recent=3)
-    for n in range(1, 6):
-        serve(t, id=f"{n:032x}", span_id=f"{n:016x}")
-    assert spans_kept(t) == [5, 4, 3]
-    assert spans_kept(t, 2) == [5, 4]
-    assert spans_kept(t, 0) == []
-    assert t.find(f"{1:032x}") == t.find("nonsense") == []
-    assert [r.span_id for r in t.find(f"{4:032x}")] == [f"{4:016x}"]
-
-
-def test_requests_of_one_trace_are_found_together_the_oldest_first() -> None:
-    t = telemetry()
-    for n, trace in enumerate("abab"):
-        serve(t, id=trace * 32, span_id=f"{n:016x}")
-    assert [int(r.span_id, 16) for r in t.find("a" * 32)] == [0, 2]
-    assert spans_kept(t) == [3, 2, 1, 0]
-
-
-def test_one_client_that_sends_everything_in_one_trace_fills_no_memory() -> None:
-    t = telemetry(recent=100)
-    for n in range(5_000):
-        serve(t, span_id=f"{n:016x}")
-    assert [int(r.span_id, 16) for r in t.find(TRACE)] == list(range(4_900, 5_000))
-    assert spans_kept(t) == list(range(4_999, 4_899, -1))
-
-
-@given(st.lists(st.integers(0, 5), max_size=60), st.integers(0, 10))
-def test_what_is_remembered_is_bounded_and_found_by_its_trace(traces: list[int], bound: int) -> None:
-    t = telemetry(recent=bound)
-    for n, trace in enumerate(traces):
-        t.ended(record(id=f"{trace:032x}", span_id=f"{n:016x}"))
-    kept = list(range(len(traces)))[max(0, len(traces) - bound) :] if bound else []
-    assert spans_kept(t) == kept[::-1]
-    for trace in range(6):
-        assert [int(r.span_id, 16) for r in t.find(f"{trace:032x}")] == [n for n in kept if traces[n] == trace]
-    assert len(t._by_trace) <= bound
-
-
-def test_a_bound_of_zero_remembers_nothing() -> None:
-    t = telemetry(recent=0)
-    serve(t)
-    assert t.recent(10) == t.find(TRACE) == []
-
-
-def test_what_is_found_does_not_change_afterwards() -> None:
-    t = telemetry(recent=1)
-    serve(t)
-    found = t.find(TRACE)
-    serve(t, id="f" * 32)
-    assert len(found) == 1
-
-
 # -- what is exported ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "slow"),
+    [
+        ({"first_byte_at": BEGAN + 1.9, "ended_at": BEGAN + 3.0}, False),
+        ({"first_byte_at": BEGAN + 2.1, "ended_at": BEGAN + 3.0}, True),
+        ({"first_byte_at": BEGAN + 0.1, "ended_at": BEGAN + 3.3}, True),  # a tenth of a second a token
+        ({"first_byte_at": BEGAN + 2.1, "ended_at": BEGAN + 3.0, "stream": False}, False),  # in one piece, and long
+        ({"first_byte_at": BEGAN + 0.3, "request": ask(slo=Slo(ttft_s=0.2))}, True),
+        ({"first_byte_at": BEGAN + 2.9, "ended_at": BEGAN + 3.0, "request": ask(slo=Slo(ttft_s=5.0))}, False),
+    ],
+)
+def test_what_is_slow_is_exported_although_it_was_not_sampled(fields: dict[str, object], slow: bool) -> None:
+    exported: list[RequestRecord] = []
+    t = telemetry(export=exported.append)
+    r = serve(t, sampled=False, **fields)
+    assert t.slow(r) is slow
+    assert exported == ([r] if slow else [])
+
+
+def test_an_error_of_the_server_is_exported_although_it_was_not_sampled() -> None:
+    exported: list[RequestRecord] = []
+    serve(telemetry(export=exported.append), sampled=False, status=502)
+    assert len(exported) == 1
 
 
 @pytest.mark.parametrize(
@@ -285,6 +358,7 @@ def test_the_access_line_of_a_request() -> None:
         "served_by": "eu/c1/i1",
         "from_peer": True,
         "attempts": 2,
+        "queued_s": 0.0,
         "input_tokens": 100,
         "output_tokens": 31.0,
         "ttft_s": 0.142857,

@@ -63,7 +63,7 @@ def configured(service: dict[str, Any], model: type[Any], monkeypatch: pytest.Mo
     for name in [name for name in os.environ if name.startswith("HEADWATER_")]:
         monkeypatch.delenv(name)
     for name, value in service["environment"].items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, re.sub(r"\$\{\w+:-(.*?)\}", r"\1", value))  # as compose does, with nothing set
     return load(model)
 
 
@@ -74,7 +74,9 @@ def test_it_is_what_the_layout_gives():
 
 def test_images_are_the_official_ones_and_one_of_ours(services):
     images = {service["image"] for service in services.values()}
-    assert images == {"redis:8", "quay.io/coreos/etcd:v3.5.16", "headwater:local"}
+    official = {"prom/prometheus:v2.53.3", "grafana/grafana:12.1.0", "jaegertracing/all-in-one:1.62.0"}
+    assert images == {"redis:8", "quay.io/coreos/etcd:v3.5.16", "headwater:local"} | official
+    assert {s["image"] for s in services.values() if s.get("profiles") == ["observability"]} == official
     assert [name for name, service in services.items() if "build" in service] == ["traffic"]
 
 
@@ -92,8 +94,15 @@ def test_our_containers_can_do_no_more_than_they_need(services):
         assert service["security_opt"] == ["no-new-privileges:true"], name
 
 
+def test_prometheus_scrapes_every_tier(compose, services):
+    config = yaml.safe_load(compose["configs"]["prometheus"]["content"])
+    tiers = [name for name, service in services.items() if (service.get("command") or [""])[0] in TIERS]
+    assert sorted(config["scrape_configs"][0]["static_configs"][0]["targets"]) == sorted(f"{t}:9080" for t in tiers)
+
+
 def test_only_the_global_tier_is_published_and_on_loopback(services):
-    published = {name: service["ports"] for name, service in services.items() if "ports" in service}
+    assert all(port.startswith("127.0.0.1:") for s in services.values() for port in s.get("ports", ()))
+    published = {n: s["ports"] for n, s in services.items() if "ports" in s and "profiles" not in s}
     assert published == {"global-us-east": ["127.0.0.1:${HTTP_PORT:-8080}:8080", "127.0.0.1:${ADMIN_PORT:-9080}:9080"]}
 
 

@@ -21,6 +21,7 @@ MOVED = {
     "loading": Script.error(503, "Loading model"),
     "another model": Script.error(404, "The model `fake-model` does not exist."),
     "out of memory": Script.error(500, "CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "a dead engine": Script.error(500, "EngineCore encountered an issue. See stack trace (above)."),
     "out of resources": Script.error(507, "Out of resources"),
 }
 KEPT = {
@@ -28,7 +29,6 @@ KEPT = {
     "the client's mistake, as a 500": (Script.error(500, "This model's maximum context length is 4096 tokens"), 0),
     "a path it has not": (Script.error(404, "Not Found"), 0),
     "a failure": (Script.error(500, "Internal server error"), 1),
-    "a dead engine": (Script.error(500, "EngineCore encountered an issue. See stack trace (above)."), 1),
 }
 
 
@@ -102,7 +102,7 @@ async def test_a_request_that_ran_two_servers_out_of_memory_meets_no_third(depth
         assert seen(world) == 2
         again = await world.chat(text=LARGE)
         assert is_error(again, 413)
-        assert again.json()["error"]["code"] == "out_of_memory"
+        assert again.json()["error"]["code"] == "prompt_quarantined"
         assert seen(world) == 2
         for engine in engines:
             engine.script = Script.whole()

@@ -1,30 +1,33 @@
-"""The admin listener: health, metrics, the tree of what is known, recent requests and traces.
+"""Puts the admin listener together: health, metrics, the tree of what is known, recent requests and traces.
 
 Bound to loopback by default and apart from the data listener, so that nothing here is ever in reach of clients.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import httpx
 import msgspec
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import generate_latest
 
 from common import clock
+from common.admin.console import ConsoleRoutes
+from common.admin.decisions import KINDS, DecisionRoutes
+from common.admin.peers import Peers
+from common.admin.picture import Picture, Pictures
+from common.admin.shapes import Everywhere, TraceId, answers, describe, json
 from common.balancing import Balancing
+from common.history import Step
 from common.policy.balancer import Balancer
 from common.policy.candidate import Candidate
 from common.spans import Span, spans_of
-from common.telemetry import Telemetry, access_line
+from common.telemetry import Telemetry
 from common.types import Path, Tier
-
-PEER_TIMEOUT_S = 2.0  # for another tier's spans; one that is gone must not keep a trace from being shown
 
 
 def admin_app(
@@ -35,23 +38,30 @@ def admin_app(
     ready: Callable[[], bool],
     admins: Callable[[], frozenset[str]],
 ) -> FastAPI:
-    """The application. `admins` gives the admin URLs of all balancers that membership knows.
+    """The application. `admins` gives the admin URLs of all other balancers that membership knows.
 
     All but /metrics are coroutines: FastAPI runs plain functions on a thread, where what they read changes under them.
     """
     app = FastAPI(title="Headwater admin", description=f"{Tier.of(node).value} tier, process {process_id}")
+    peers = Peers(admins)
+    describe(app, (Span, Picture, Step, *KINDS))
 
-    @app.get("/livez", tags=["health"])
+    @app.get("/livez", tags=["health"], response_class=PlainTextResponse)
     async def livez() -> Response:
         """200 while the process runs."""
         return PlainTextResponse("ok")
 
-    @app.get("/readyz", tags=["health"])
+    @app.get(
+        "/readyz",
+        tags=["health"],
+        response_class=PlainTextResponse,
+        responses={503: {"description": "it is draining", "content": {"text/plain": {}}}},
+    )
     async def readyz() -> Response:
         """200 while it takes new requests, 503 when it is draining."""
         return PlainTextResponse("ok" if ready() else "draining", 200 if ready() else 503)
 
-    @app.get("/metrics", tags=["metrics"])
+    @app.get("/metrics", tags=["metrics"], response_class=PlainTextResponse)
     def metrics() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(telemetry.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -66,38 +76,34 @@ def admin_app(
             "pools": {"/".join(p): _pool(b) for p, b in sorted(balancing.balancers.items())},
         }
 
-    @app.get("/admin/v1/requests", tags=["requests"])
-    async def requests(limit: int = 100) -> list[dict[str, Any]]:
-        """The latest finished requests, newest first; `limit` at most 1,000."""
-        return [access_line(record) for record in telemetry.recent(max(1, min(limit, 1000)))]
-
-    @app.get("/admin/v1/traces/{trace_id}", tags=["requests"])
-    async def trace(trace_id: str, everywhere: bool = False) -> Response:
+    @app.get("/admin/v1/traces/{trace_id}", tags=["requests"], responses=answers(list[Span]))
+    async def trace(trace_id: TraceId, everywhere: Everywhere = False) -> Response:
         """The spans of one trace kept here; with `everywhere`, those of all other tiers too."""
-        spans = [span for record in telemetry.find(trace_id) for span in spans_of(record)]
+        spans = [span for record in telemetry.recent.find(trace_id) for span in spans_of(record)]
         if everywhere:
-            spans += await _spans_elsewhere(trace_id, admins())
-        return Response(msgspec.json.encode(spans), media_type="application/json")
+            for content in await peers.get(f"/admin/v1/traces/{trace_id}"):
+                try:
+                    spans += msgspec.json.decode(content, type=list[Span])
+                except msgspec.DecodeError:
+                    continue  # a tier of another version
+        return json(spans)
+
+    decisions = DecisionRoutes(balancing, telemetry, peers)
+    pictures = Pictures(process_id, node, balancing, telemetry, ready, peers)
+    console = ConsoleRoutes(telemetry, pictures, peers, ready, decisions.of)
+    for router in (decisions.router(), console.router(), console.pages()):
+        app.include_router(router)
+
+    @app.exception_handler(RequestValidationError)
+    async def not_valid(request: Request, error: RequestValidationError) -> Response:
+        # Without what was sent, which need not be JSON (infinity), nor fit to be repeated.
+        return json({"detail": [{k: e[k] for k in ("loc", "msg", "type")} for e in error.errors()]}, 422)
 
     @app.exception_handler(Exception)
-    async def crashed(request: Any, error: Exception) -> Response:
+    async def crashed(request: Request, error: Exception) -> Response:
         return JSONResponse({"detail": f"{type(error).__name__}"}, 500)
 
     return app
-
-
-async def _spans_elsewhere(trace_id: str, urls: frozenset[str]) -> list[Span]:
-    async with httpx.AsyncClient(timeout=PEER_TIMEOUT_S, trust_env=False) as client:
-
-        async def ask(url: str) -> list[Span]:
-            try:
-                reply = await client.get(f"{url}/admin/v1/traces/{trace_id}")
-                return msgspec.json.decode(reply.content, type=list[Span]) if reply.status_code == 200 else []
-            except (httpx.HTTPError, msgspec.DecodeError):
-                return []
-
-        found = await asyncio.gather(*(ask(url) for url in sorted(urls)))
-    return [span for spans in found for span in spans]
 
 
 def _pool(balancer: Balancer) -> dict[str, Any]:
@@ -127,6 +133,7 @@ def _candidate(c: Candidate, now: float) -> dict[str, Any]:
         "in_flight": c.in_flight,
         "round_trip_s": c.round_trip.value,
         "servers": [asdict(s.load(now)) | {"models": sorted(s.models)} for s in (c.quoted or c.own)],
+        "learned_from": [e.samples for e in c.estimates],
         "report": None
         if report is None
         else {

@@ -1,0 +1,88 @@
+"""Which prompts are refused, and what was learned of memory."""
+
+from __future__ import annotations
+
+from math import inf
+from random import Random
+
+from common.policy.balancer import Balancer
+from common.policy.quarantine import REMEMBERED, SUSPECTED_S, Quarantine
+from common.types import Outcome, Pick
+from tests.common.policy.build import ask, balancer_of, instance, picked
+
+
+def test_two_strikes_and_a_prompt_is_refused_for_a_while() -> None:
+    quarantine = Quarantine(60.0)
+    quarantine.struck(7, 100.0, certain=False)
+    assert quarantine.refused_for_s(7, 100.0) == 0.0
+    quarantine.struck(7, 110.0, certain=False)
+    assert quarantine.refused_for_s(7, 120.0) == 50.0
+    assert quarantine.refused_for_s(7, 171.0) == 0.0
+    assert quarantine.refused_for_s(8, 120.0) == 0.0
+
+
+def test_an_answer_clears_a_prompt_and_vouches_for_it() -> None:
+    quarantine = Quarantine(60.0)
+    quarantine.struck(7, 100.0, certain=False)
+    quarantine.answered(7, 101.0)
+    for second in range(102, 110):  # servers die around it, as in an outage
+        quarantine.struck(7, float(second), certain=False)
+    assert quarantine.refused_for_s(7, 110.0) == 0.0
+    for second in range(102, 104):  # but what a server says itself counts
+        quarantine.struck(7, float(second), certain=True)
+    assert quarantine.refused_for_s(7, 110.0) > 0.0
+
+
+def test_strikes_far_apart_are_two_accidents() -> None:
+    quarantine = Quarantine(60.0)
+    quarantine.struck(7, 0.0, certain=False)
+    quarantine.struck(7, SUSPECTED_S + 1.0, certain=False)
+    assert quarantine.refused_for_s(7, SUSPECTED_S + 1.0) == 0.0
+
+
+def test_it_is_bounded_and_may_be_off() -> None:
+    quarantine = Quarantine(60.0)
+    for fingerprint in range(1, 2 * REMEMBERED):
+        quarantine.struck(fingerprint, 1.0, certain=True)
+    assert len(quarantine) == REMEMBERED
+    off = Quarantine(0.0)
+    off.struck(7, 1.0, certain=True)
+    off.struck(7, 1.0, certain=True)
+    assert off.refused_for_s(7, 1.0) == 0.0
+
+
+def pair() -> Balancer:
+    return balancer_of(instance("large", gpu="h200"), instance("small", gpu="l4"))
+
+
+def test_a_size_that_was_too_large_goes_where_there_is_more_room() -> None:
+    balancer = pair()
+    big, little = ask(input_tokens=8000), ask(input_tokens=100)
+    assert balancer.ran_out("small", big, 100.0, certain=True) == {"small"}
+    assert {picked(balancer, big, now=101.0).endpoint.id for _ in range(20)} == {"large"}
+    assert balancer.ran_out("large", big, 102.0, certain=True) == frozenset()  # nobody is larger
+    assert isinstance(balancer.pick(big, 103.0, Random(1)), Pick)  # rather there than nowhere
+    assert isinstance(balancer.pick(little, 103.0, Random(1)), Pick)
+
+
+def test_what_was_learned_of_memory_is_doubted_and_forgotten() -> None:
+    balancer = pair()
+    candidate = balancer.candidates["small"]
+    big = ask(input_tokens=8000)
+    balancer.ran_out("small", big, 0.0, certain=True)
+    assert candidate.safe_tokens(0.0) < candidate.safe_tokens(600.0) < inf
+    assert candidate.safe_tokens(1e5) == inf
+    balancer.ran_out("small", big, 1e5, certain=True)
+    candidate.fitted(9000.0)
+    assert candidate.safe_tokens(1e5) == inf
+
+
+def test_a_death_says_nothing_of_sizes_that_were_answered_before() -> None:
+    balancer = balancer_of(instance("a"))
+    big = ask(input_tokens=8000)
+    pick = picked(balancer, big, now=1.0)
+    balancer.release(pick.reservation, Outcome.SUCCESS, 2.0, output_tokens=10.0)
+    balancer.ran_out("a", big, 3.0, certain=False)
+    assert balancer.candidates["a"].safe_tokens(3.0) == inf
+    balancer.ran_out("a", ask(input_tokens=80_000), 3.0, certain=False)
+    assert balancer.candidates["a"].safe_tokens(3.0) < inf
