@@ -23,6 +23,7 @@ from common.errors import (
     AccessError,
     BadRequest,
     ConnectFailed,
+    DeadlineExceeded,
     FirstByteTimeout,
     LBError,
     Loading,
@@ -31,6 +32,7 @@ from common.errors import (
     ResetBeforeByte,
     Saturated,
     StreamBroken,
+    Unowned,
     UpstreamError,
 )
 from common.hook import Hook
@@ -160,6 +162,21 @@ class Serving:
         self._comment_s = comment_s
         self._via = b"via: 1.1 %b\r\n" % self.intake.pseudonym
         self._rng = rng
+
+    def reconfigure(
+        self,
+        *,
+        attempts: int,
+        budget_ratio: float,
+        sample_ratio: float,
+        allowed_origins: tuple[str, ...],
+        dropped_headers: frozenset[bytes],
+        comment_s: float,
+    ) -> None:
+        """Other settings for the requests that come from now on."""
+        self._attempts, self._budget.ratio, self._sample_ratio = attempts, budget_ratio, sample_ratio
+        self.replies = Replies(allowed_origins)
+        self._dropped, self._comment_s = dropped_headers, comment_s
 
     # -- one request -------------------------------------------------------------------------------------------------
 
@@ -300,9 +317,7 @@ class Serving:
             moves = heads.find(refusal.headers, REJECTED) is not None or c.meaning in ELSEWHERE
             self.replies.refusal(c.exchange, c.api, c.record, refusal, final=not moves)
             return
-        if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
-            raise NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
-        raise failure or NoEndpoints()
+        raise _at_last(c, failure)
 
     async def _next(self, c: _Carried) -> Route | Shed:
         """Where it may go now. Where all that could take it are full, it waits for its turn in the tier it entered."""
@@ -417,12 +432,7 @@ class Serving:
             if exchange.status and not _continues_events(status, headers):
                 return Verdict.COLLECT  # keep-alive comments have begun another answer than this one
             sending.added = self._response_headers(c, route, headers)
-            if self.replies.cors and not c.record.from_peer:
-                sending.added += heads.lines(self.replies.cors.answer(exchange.headers))
-                sending.replaced = (cors.PREFIX,)
-            if c.limits:
-                sending.added += heads.lines(c.limits)
-                sending.replaced += (RATE_LIMITS,)
+            self._add_for_client(c, sending)
             if not route.peer and (load := heads.find(headers, orca.HEADER)) is not None:
                 self.balancing.engine_load(route, orca.parse(load))
                 if heads.find(exchange.headers, orca.REQUEST[0]) is None:  # it is we who asked
@@ -441,10 +451,21 @@ class Serving:
             return observer.event_end + event if event and not observer.told_of_error else b""
 
         sending = Sending(exchange, head, exchange.body, judge, first_byte, break_words=break_words)
+        if c.api.creates and not c.record.from_peer and self.affinity.rules.held_timeout_s:
+            sending.saw = apis.FirstId(lambda id_: self._held_there(c, id_)).saw
         sending.patient = not c.request.stream
         if route.peer:  # the tier next to the server gives up first: it alone knows whom to blame, and where to go on
             sending.tries, sending.slack_s = self._attempts, PEER_SLACK_S * (3 - len(route.target))
         return sending
+
+    def _add_for_client(self, c: _Carried, sending: Sending) -> None:
+        """What stands in an answer for whoever called this system, in the stead of a server's own."""
+        if self.replies.cors and not c.record.from_peer:
+            sending.added += heads.lines(self.replies.cors.answer(c.exchange.headers))
+            sending.replaced += (cors.PREFIX,)
+        if c.limits:
+            sending.added += heads.lines(c.limits)
+            sending.replaced += (RATE_LIMITS,)
 
     def _heard_of_strikes(self, c: _Carried, struck: int) -> None:
         """What the tiers below have seen a prompt do to servers."""
@@ -454,7 +475,11 @@ class Serving:
 
     def _request_headers(self, c: _Carried, route: Route) -> bytes:
         if route.peer:
-            told = RouteHeader(c.request, route.target, c.record.executions, c.visited)
+            request = c.request
+            if request.deadline_s is not None:  # what is left of it
+                waited_s = clock.now() - c.exchange.started_at
+                request = replace(request, deadline_s=max(0.0, request.deadline_s - waited_s))
+            told = RouteHeader(request, route.target, c.record.executions, c.visited)
             return b"%b: %b\r\n" % (HEADER, self.signer.sign(told))
         if route.endpoint.engine in orca.ENGINES and heads.find(c.exchange.headers, orca.REQUEST[0]) is None:
             return self._via + ORCA_REQUEST
@@ -527,9 +552,16 @@ class Serving:
             self.lengths.learn(c.request.model, c.request.tenant, c.request.input_tokens, tokens)
         served_by = tuple(c.record.served_by.split("/"))
         if c.request.session and not c.record.from_peer and len(served_by) == 3:
-            self.affinity.remember(
-                c.request.session, Placement(served_by, c.request.input_tokens + round(tokens or 0.0))
-            )
+            mode, timeout_s = self.affinity.sticks(c.exchange.path, c.request.model)
+            if mode != "off":
+                placement = Placement(served_by, c.request.input_tokens + round(tokens or 0.0))
+                self.affinity.remember(c.request.session, placement, timeout_s)
+
+    def _held_there(self, c: _Carried, id_: str) -> None:
+        """An answer that begins has this id: what comes back to it has to come to the server that gives it."""
+        served_by = tuple(c.record.served_by.split("/"))
+        if c.exchange.status < 300 and len(served_by) == 3:
+            self.affinity.remember(apis.held_key(id_), Placement(served_by, 0), self.affinity.rules.held_timeout_s)
 
     # -- whether to try again ----------------------------------------------------------------------------------------
 
@@ -603,17 +635,28 @@ class Serving:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def _shed(self, c: _Carried, shed: Shed) -> LBError:
-        if shed.reason == "saturated":
-            return Saturated("all instances that serve this model are at their limit", retry_after_s=shed.retry_after_s)
-        if shed.reason == "loading":
-            return Loading(f"the model `{c.request.model[:200]}` is being loaded", retry_after_s=shed.retry_after_s)
-        if shed.reason == "too_large":
-            return BadRequest("the prompt is larger than any instance of this model can hold", param="messages")
-        if shed.reason == "no_placement":
-            return NoEndpoints("no instance has what the rules of placement ask for this request")
-        return NoEndpoints(
-            f"no instance of the model `{c.request.model[:200]}` is available", retry_after_s=shed.retry_after_s
-        )
+        model = c.request.model[:200]
+        refused: LBError
+        match shed.reason:
+            case "saturated":
+                words = "all instances that serve this model are at their limit"
+                refused = Saturated(words, retry_after_s=shed.retry_after_s)
+            case "loading":
+                refused = Loading(f"the model `{model}` is being loaded", retry_after_s=shed.retry_after_s)
+            case "owner_gone" | "owner_unavailable":
+                refused = Unowned("/".join(c.request.owner), gone=shed.reason == "owner_gone")
+            case "too_large":
+                refused = BadRequest("the prompt is larger than any instance of this model can hold", param="messages")
+            case "deadline_exceeded":
+                refused = DeadlineExceeded("no server is predicted to be done with it before its deadline")
+            case "residency":
+                refused = NoEndpoints("no region that the rules of residency allow for this request serves it now")
+            case "no_placement":
+                refused = NoEndpoints("no instance has what the rules of placement ask for this request")
+            case _:
+                words = f"no instance of the model `{model}` is available"
+                refused = NoEndpoints(words, retry_after_s=shed.retry_after_s)
+        return refused
 
 
 def _used(api: apis.Api, r: RequestRecord) -> Used:
@@ -638,6 +681,15 @@ def _is_read(route: Route, status: int, headers: heads.Headers) -> bool:
     if status in OVERLOAD:
         return True
     return answers.may_move(route.endpoint.engine, status) and _int(heads.find(headers, b"content-length")) <= MOST_READ
+
+
+def _at_last(c: _Carried, failure: LBError | None) -> LBError:
+    """What a client is told when nothing more is tried."""
+    if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
+        if c.request.owner:
+            return Unowned("/".join(c.request.owner), gone=False)
+        return NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
+    return failure or NoEndpoints()
 
 
 def _int(value: bytes | None) -> int:

@@ -9,7 +9,7 @@ keep together live in a `QuotaStore`.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -20,11 +20,15 @@ from common.types import Path
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All keys under the watched prefix at one revision. `stale`: the store is out of reach and this was known last."""
+    """All keys under the watched prefix at one revision. `stale`: the store is out of reach and this was known last.
+
+    `removed`: of keys that were deleted since the snapshot before, the last value, where the store has seen it.
+    """
 
     values: Mapping[str, bytes]
     revision: int
     stale: bool = False
+    removed: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class Lease(Protocol):
