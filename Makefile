@@ -37,6 +37,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/pytest -q $(ARGS)
 
+FUZZER := $(VENV)/fuzzer
+FUZZ_SECONDS ?= 45
+fuzz: $(STAMP)  # the head parser's glue, by coverage; the tool has wheels for CPython 3.11 on Linux
+	@[ -d $(FUZZER)/atheris ] || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --target $(FUZZER) -r tests/fuzz/requirements.txt
+	cd $(FUZZER) && PYTHONPATH=.:../.. ../bin/python ../../tests/fuzz/fuzz_heads.py -max_total_time=$(FUZZ_SECONDS) -max_len=3000 -print_final_stats=1 $(ARGS)
+
 sim: $(STAMP)  # the goals of scheduling on the public traces; puts the table into docs/scheduling.md
 	@$(BIN)/python -m bench.scheduling --write docs/scheduling.md $(ARGS)
 

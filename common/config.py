@@ -566,7 +566,7 @@ def _is_text(model: type[BaseModel], path: tuple[str, ...]) -> bool:
     return any((get_args(k)[0] if get_origin(k) is Annotated else k) is str for k in kinds)
 
 
-RESERVED_ENVIRONMENT = frozenset({"HEADWATER_ADMIN_URL"})  # read by the command line's clients, not by a tier
+RESERVED_ENVIRONMENT = frozenset({"HEADWATER_ADMIN_URL", "HEADWATER_WORKER"})  # read by the command line, not by a tier
 
 
 def _explain(error: ValidationError, name: str, lines: Mapping[Key, int], given: Mapping[Key, str]) -> str:

@@ -83,6 +83,8 @@ class Replies:
             exchange.client.cut(_event(answer, api))
             return
         added = [(DECISION, record.id.encode())]
+        if final and record.served_by:
+            added.append((SERVED_BY, record.served_by.encode()))
         if record.from_peer:
             # By those that were tried, which says nothing of this node: its other endpoints may be free.
             added += _counts(record)

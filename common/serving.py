@@ -497,6 +497,8 @@ class Serving:
             return heads.find(answer.headers, REJECTED) is not None and c.record.struck < STRIKES
         if c.meaning in SPOILED:
             return self._spoiled(c, route, certain=c.meaning is Meaning.OOM)
+        if c.meaning not in ELSEWHERE:
+            c.record.served_by = "/".join(route.target)
         return c.meaning in ELSEWHERE
 
     def _may_retry(self, c: _Carried) -> bool:

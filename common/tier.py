@@ -261,7 +261,10 @@ class TierProcess:
 
     def _default_id(self) -> str:
         where = "-".join(self.node) or "global"
-        return f"{where}-{gethostname().split('.')[0]}-{_split(self.config.listen)[1] or secrets.token_hex(3)}"
+        name = f"{where}-{gethostname().split('.')[0]}-{_split(self.config.listen)[1] or secrets.token_hex(3)}"
+        if self.config.workers == 1:
+            return name
+        return f"{name}-{_split(self.config.admin)[1] or secrets.token_hex(3)}"  # one of several on a port
 
     def _policy(self, path: Path) -> Policy:
         policy, placement = self.config.policy, self.config.placement

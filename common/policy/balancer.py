@@ -492,7 +492,7 @@ class Balancer:
         return candidates[min(unknown)[2]] if unknown else None
 
     def _not_flooded(self, candidates: Sequence[Candidate], among: int, now: float) -> Sequence[Candidate]:
-        """Without newcomers that have had twice their fair share of the last second, unless nobody else is left.
+        """Without newcomers that have had more than their share of the last second allows, unless nobody else is left.
 
         A newcomer that honestly reports no load would get everything until its queue is as long as the others'.
         `among` is how many were looked at; of a large pool they see their part of the arrivals.
@@ -814,8 +814,10 @@ class Balancer:
 LOADING_S = 5.0  # a client is told to come back after so long while a model loads
 LOOK_EVERY_S = 0.5
 HEARD_S = 2.0  # what another balancer told is believed for so long
-SLOW_START_S = 10.0  # a newcomer's share is bounded for so long: some requests of a busy server, start to end
-SLOW_START_SHARE = 2.0  # of its fair share in any second
+SLOW_START_S = (
+    20.0  # a newcomer's share is bounded for so long: then it is as busy as the others, and not flooded at the end
+)
+SLOW_START_SHARE = 1.5  # of its fair share, in a fading sum over a second, which keeps it under twice in any one
 CLASS_SAMPLES = 200  # of a class; newcomers start from what these said
 
 

@@ -108,32 +108,33 @@ def slot_wait_s(c: Costs, tokens: float) -> float:
 
 # -- service levels ----------------------------------------------------------------------------------------------------
 
-SLO_WEIGHT_S = 20.0  # a predicted miss costs this much: the knee between latency and goodput on conversation traffic
+SLO_TTFT_COST_S = 30.0  # a predicted miss of the first token costs this much, and one of the time per token this:
+SLO_TPOT_COST_S = 15.0  # the knee between latency and goodput on conversation traffic
 SLO_SHARPNESS = 10.0  # how steep the step of a miss is
-TTFT_WEIGHT = 2.0  # with service levels the first token counts double
+SLO_SLOPE = 0.15  # of what a miss costs, per once more the level: steeper, and hopeless requests push out others
 
 
 def miss(ratio: float) -> float:
-    """How bad predicted ÷ allowed is: a step at 1 (a miss is a miss) plus a slope (a big miss is worse)."""
+    """How bad predicted ÷ allowed is: a step at 1 (a miss is a miss) plus a slope (a big miss is a little worse)."""
     z = SLO_SHARPNESS * (ratio - 1.0)
     if z > 40.0:
-        return 1.0 + z / SLO_SHARPNESS
+        return 1.0 + SLO_SLOPE * (ratio - 1.0)
     e = exp(z)
-    return e / (1.0 + e) + log1p(e) / SLO_SHARPNESS
+    return e / (1.0 + e) + SLO_SLOPE * log1p(e) / SLO_SHARPNESS
 
 
 def slo_cost(terms: Terms, server: Server, uncached: float, length: float, slo: Slo, now: float) -> float:
     """The marginal cost with predicted misses of service levels, its own and those it causes, in seconds."""
     c, share = server.costs(), server.prefill_share(now)
-    cost = TTFT_WEIGHT * terms.ttft + terms.decode / (1.0 - share) + terms.others
+    cost = terms.ttft + terms.decode / (1.0 - share) + terms.others
     if slo.ttft_s is not None:
-        cost += SLO_WEIGHT_S * miss(terms.ttft / slo.ttft_s)
+        cost += SLO_TTFT_COST_S * miss(terms.ttft / slo.ttft_s)
     if slo.tpot_s is not None:
         more = min(share + uncached * c.seconds_per_prompt_token / SHARE_S, MAX_SHARE)
         base = c.alpha_s + c.beta_s * c.requests + c.gamma_s * server.k
         before = miss(base / (1.0 - share) / slo.tpot_s)
         after = miss((base + c.beta_s + c.gamma_s * length) / (1.0 - more) / slo.tpot_s)
-        cost += SLO_WEIGHT_S * (after + c.requests * (after - before))
+        cost += SLO_TPOT_COST_S * (after + c.requests * (after - before))
     return cost
 
 

@@ -30,6 +30,7 @@ CHUNK_HEAD_BYTES = 8  # of framing that a chunk may cost beside what `max_header
 UNSENT_BYTES = 131_072  # that the kernel takes ahead of what it may send; its own bound is some megabytes a client
 LOOK_S = 0.5  # a client that half-closed is looked at this often: nothing else tells that it is gone
 TCP_CLOSED = 7  # the kernel's state of a connection that was reset
+ROUTE = heads.INTERNAL_PREFIX + b"route"
 GETS = frozenset((b"GET", b"HEAD", b"OPTIONS"))
 PREFACE = b"PRI * HTTP/2"
 
@@ -121,7 +122,8 @@ class ClientConnection(asyncio.Protocol):
         """
         if self.current is None or self._lingering:
             return False
-        if not self._listener.half_close and (self.current.method not in GETS or self._queue):
+        peer = heads.find(self.current.headers, ROUTE) is not None  # which closes both sides or none
+        if (peer or not self._listener.half_close) and (self.current.method not in GETS or self._queue):
             return False
         self._eof = True
         (self._queue[-1] if self._queue else self.current).close = True

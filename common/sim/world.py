@@ -239,7 +239,8 @@ class World:
             return
         instance = self.instances.get((*parent, fault.target))
         if instance is None:
-            raise ValueError(f"fault {fault.kind}: there is no instance {fault.target}")
+            there = ", ".join(sorted(path[-1] for path in self.instances if path[:-1] == parent)[:8])
+            raise ValueError(f"fault {fault.kind}: there is no instance {fault.target}, but {there}, …")
         if fault.kind == "slow":
             instance.runs_at(fault.value)
         elif fault.kind == "drain":

@@ -64,6 +64,8 @@ class InstanceConfig(Section):
     """What rules of placement ask for, as in `{site: edge}`."""
     adapters: Annotated[Mapping[ModelName, str], Field(max_length=1024)] = {}
     """LoRA adapters that it is to have: names, and where the server finds them. The agent has missing ones loaded."""
+    warm_up: bool = False
+    """Whether it has to answer one token of a chat before it is presented as serving, after each start of its."""
     loadable: Annotated[tuple[ModelName, ...], Field(max_length=1024)] = ()
     """LoRA adapters that the server loads by itself when a request names one (a resolver is configured there)."""
 

@@ -29,6 +29,7 @@ from services.agent.adapters import AdapterLoader
 from services.agent.boot import Boot
 from services.agent.config import InstanceConfig
 from services.agent.engines import Adapter, EngineState, Scraper, Unreachable, adapter_for, detect
+from services.agent.warming import Warmer
 
 log = structlog.get_logger()
 
@@ -98,6 +99,7 @@ class InstanceMonitor:
         for watch in watches:
             watch.task.cancel()
             watch.loader.close()
+            watch.warmer.close()
         await asyncio.gather(*(w.task for w in watches), return_exceptions=True)
         await self.scraper.close()
 
@@ -118,6 +120,7 @@ class _Watch:
         self._refused = 0
         self._trouble: frozenset[str] = frozenset()
         self.loader = AdapterLoader(id_)
+        self.warmer = Warmer(id_)
         self.task = self._start()
 
     def _start(self) -> asyncio.Task[None]:
@@ -134,6 +137,7 @@ class _Watch:
         """It is configured no more."""
         self.task.cancel()
         self.loader.close()
+        self.warmer.close()
         self._gone("removed from the configuration")
 
     def report(self, now: float) -> LoadReport:
@@ -209,7 +213,12 @@ class _Watch:
             max_running=state.max_running if state.max_running is not None else self._known.max_running,
         )
         self._tell_trouble(state.problems)
-        endpoint = self._described(state.phase)
+        phase = state.phase
+        if phase is Phase.SERVING and self.config.warm_up:
+            models = frozenset(self.config.models) or self._known.models or frozenset()
+            if not self.warmer.warm(self._boot.mark, self.config.url, models):
+                phase = Phase.LOADING
+        endpoint = self._described(phase)
         if endpoint != self.endpoint:
             if self.endpoint is None or self.endpoint.phase is not endpoint.phase:
                 log.info("instance_found", instance=self.id, url=endpoint.url, phase=endpoint.phase.value)

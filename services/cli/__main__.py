@@ -9,11 +9,14 @@ import sys
 from collections.abc import Callable, Coroutine
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from common.config import TierConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,9 +30,11 @@ Config = Annotated[
 ]
 Listen = Annotated[str | None, typer.Option("--listen", metavar="HOST:PORT", help="data listener")]
 Admin = Annotated[str | None, typer.Option("--admin", metavar="HOST:PORT", help="admin listener")]
+WorkerCount = Annotated[int | None, typer.Option("--workers", metavar="N", help="processes that share the port")]
 ADMIN_URL = "http://127.0.0.1:9080"
 
 C = TypeVar("C")
+T = TypeVar("T", bound="TierConfig")
 
 
 def fail(message: str) -> typer.Exit:
@@ -59,17 +64,30 @@ def _serve(run: Callable[[C], Coroutine[Any, Any, None]], load: Callable[[], C])
     """Load a configuration and run a process on it until it is told to stop."""
     import uvloop  # noqa: PLC0415
 
+    from common.config import TierConfig as AnyTier  # noqa: PLC0415
     from common.logs import configure  # noqa: PLC0415
 
     try:
         config = load()
         log = getattr(config, "log", None)
         configure(*((log.format, log.level) if log is not None else ()))
+        if isinstance(config, AnyTier) and config.workers > 1:
+            config = _one_of_several(config)
         uvloop.run(run(config))
     except ConfigError as error:
         raise fail(str(error)) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _one_of_several(config: T) -> T:
+    """A worker's own configuration; the process that was started itself only looks after the workers, and ends here."""
+    from services.cli import workers  # noqa: PLC0415
+
+    own = workers.number()
+    if own is None:
+        raise typer.Exit(workers.Workers(config.workers).run())
+    return workers.own_settings(config, own)
 
 
 @app.command()
@@ -80,46 +98,47 @@ def up(
     config: Config = None,
     listen: Listen = None,
     admin: Admin = None,
+    workers: WorkerCount = None,
 ) -> None:
     """All three stages in one process, in front of your own servers; nothing else is needed."""
     from common.config import load  # noqa: PLC0415
     from services.up.__main__ import run  # noqa: PLC0415
     from services.up.config import UpConfig  # noqa: PLC0415
 
-    overrides: dict[str, Any] = {"listen": listen, "admin": admin}
+    overrides: dict[str, Any] = {"listen": listen, "admin": admin, "workers": workers}
     if instance:
         overrides["instances"] = [{"url": url} for url in instance]
     _serve(run, lambda: load(UpConfig, config, overrides))
 
 
 @app.command("global")
-def global_(config: Config = None, listen: Listen = None, admin: Admin = None) -> None:
+def global_(config: Config = None, listen: Listen = None, admin: Admin = None, workers: WorkerCount = None) -> None:
     """A global balancer: picks a region."""
     from common.config import load  # noqa: PLC0415
     from services.global_lb.__main__ import run  # noqa: PLC0415
     from services.global_lb.config import GlobalConfig  # noqa: PLC0415
 
-    _serve(run, lambda: load(GlobalConfig, config, {"listen": listen, "admin": admin}))
+    _serve(run, lambda: load(GlobalConfig, config, {"listen": listen, "admin": admin, "workers": workers}))
 
 
 @app.command()
-def region(config: Config = None, listen: Listen = None, admin: Admin = None) -> None:
+def region(config: Config = None, listen: Listen = None, admin: Admin = None, workers: WorkerCount = None) -> None:
     """A balancer of one region: picks a cluster."""
     from common.config import load  # noqa: PLC0415
     from services.region_lb.__main__ import run  # noqa: PLC0415
     from services.region_lb.config import RegionConfig  # noqa: PLC0415
 
-    _serve(run, lambda: load(RegionConfig, config, {"listen": listen, "admin": admin}))
+    _serve(run, lambda: load(RegionConfig, config, {"listen": listen, "admin": admin, "workers": workers}))
 
 
 @app.command()
-def instance(config: Config = None, listen: Listen = None, admin: Admin = None) -> None:
+def instance(config: Config = None, listen: Listen = None, admin: Admin = None, workers: WorkerCount = None) -> None:
     """A balancer of one cluster: picks an inference server."""
     from common.config import load  # noqa: PLC0415
     from services.instance_lb.__main__ import run  # noqa: PLC0415
     from services.instance_lb.config import InstanceConfig  # noqa: PLC0415
 
-    _serve(run, lambda: load(InstanceConfig, config, {"listen": listen, "admin": admin}))
+    _serve(run, lambda: load(InstanceConfig, config, {"listen": listen, "admin": admin, "workers": workers}))
 
 
 @app.command()

@@ -35,7 +35,8 @@ def top(
     console, rates = Console(), Rates()
     frame = _frame(admin, rates)
     if once or not sys.stdout.isatty():
-        console.print(frame)
+        sleep(EVERY_S)  # rates are from one picture to the next
+        console.print(_frame(admin, rates))
         return
     try:
         with Live(frame, console=console, screen=True, auto_refresh=False) as live:
@@ -77,7 +78,7 @@ class Rates:
 
 
 def headline(picture: Picture, steps: Steps) -> Text:
-    """The last minute in two lines."""
+    """The last minute in two lines of 80 characters."""
     minute = Step()
     for age, step in steps:
         if 1 <= age <= MINUTE:
@@ -87,14 +88,14 @@ def headline(picture: Picture, steps: Steps) -> Text:
     token = quantile(minute.tpot, TPOT_BOUNDS_S, 0.5)
     line = Text()
     line.append("Headwater", "bold")
-    line.append(f"  {len(picture.processes)} processes")
+    line.append(f"  {len(picture.processes)} process{'es' if len(picture.processes) > 1 else ''}")
     if picture.unheard:
         line.append(f", {picture.unheard} silent", "red")
-    line.append(f"  {ended / (MINUTE * STEP_S):.1f} requests/s, {minute.failed} failed, {minute.refused} refused\n")
-    line.append(f"first token p50 {_s(first[0])}, p95 {_s(first[1])}  per token p50 {_s(token)}")
-    line.append(f"  {minute.output_tokens / (MINUTE * STEP_S):,.0f} tokens/s (last minute)")
     waiting = sum(p.queued for p in picture.processes)
-    line.append(f"  {waiting:.0f} waiting")
+    line.append(f"  {ended / (MINUTE * STEP_S):.1f} requests/s, {minute.failed} failed, {minute.refused} refused")
+    line.append(f", {waiting:.0f} waiting\n")
+    line.append(f"first token p50 {_s(first[0])}, p95 {_s(first[1])}, per token p50 {_s(token)}")
+    line.append(f", {minute.output_tokens / (MINUTE * STEP_S):,.0f} tokens/s")
     return line
 
 

@@ -120,8 +120,18 @@ def sim(
     if not console.is_terminal:
         console.width = max(console.width, _FILE_WIDTH)
     console.print(report.render(results, base, study.slo))
+    _note_late(study, results, console)
     simulated = sum(run.measures.requests for run in results) / (1.0 - warm_up)
     console.print(f"{simulated:,.0f} requests simulated in {took_s:.1f} s, {60.0 * simulated / took_s:,.0f} a minute")
+
+
+def _note_late(study: Study, results: Sequence[Result], console: Console) -> None:
+    """Faults that no request could see: how long a run is depends on the load, so it is easily misjudged."""
+    end_s = min(run.measures.requests / (1.0 - study.warm_up) / run.rate for run in results)
+    late = sorted({f"{fault.kind}@{fault.at_s:g}" for fault in study.faults if fault.at_s > end_s})
+    late += sorted({f"burst@{burst.at_s:g}" for burst in study.bursts if burst.at_s > end_s})
+    if late:
+        console.print(f"note: the last request arrives at about {end_s:.0f} s, before {', '.join(late)}")
 
 
 def _positive(option: str, value: float) -> float:

@@ -18,6 +18,7 @@ from services.sim.study import CURVE_SHARES, Case, Result, Study, means
 WIDTH, HEIGHT = 560, 320  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40  # margins round its plot
 PANEL_HEIGHT = 200
+EVENT_ROWS = 4  # labels of faults are written in so many rows, so that neighbours do not cover each other
 MOST_POINTS = 200  # of a line over time
 SHARES = (0.0, 0.5, 0.9, 0.95, 0.99)  # marked on the axis of shares
 MOST_OCCUPANCY = 1.5  # what a load panel shows at most; a policy that diverges runs along its upper edge
@@ -53,7 +54,7 @@ svg text { fill:var(--soft); font-size:11px; font-family:inherit; }
   background:var(--k); margin-right:7px; vertical-align:middle; }
 .scroll { overflow-x:auto; background:var(--card); border:1px solid var(--rule); border-radius:10px; }
 table { border-collapse:collapse; width:100%; font-size:13.5px; font-variant-numeric:tabular-nums; }
-th, td { padding:7px 12px; text-align:right; white-space:nowrap; border-bottom:1px solid var(--rule); }
+th, td { padding:7px 8px; text-align:right; white-space:nowrap; border-bottom:1px solid var(--rule); }
 th:first-child, td:first-child { text-align:left; } th { font-weight:600; color:var(--soft); }
 tr:last-child td { border-bottom:0; } td.best { background:var(--mark); font-weight:600; }
 td small { color:var(--soft); }
@@ -83,7 +84,7 @@ def render(results: Sequence[Result], baseline: Case, study: Study) -> str:
         _curve("End to end", "e2e_s", drawn, lines, baseline, None),
         "</div><h2>Load over time</h2>",
         "<p>Every line is an instance: requests on it ÷ its batch slots; above 100 % some wait for a slot.</p>",
-        _loads(drawn, cases, found),
+        _loads(drawn, cases, found, _events(study)),
         "</main></html>\n",
     ]
     return "\n".join(parts)
@@ -116,6 +117,7 @@ COLUMNS: tuple[Column, ...] = (
     ("L slots", "{:.3f}", True),
     ("L work", "{:.2f} s", True),
     ("rejected", "{:.0f}", True),
+    ("broken", "{:.0f}", True),
 )
 
 
@@ -130,6 +132,7 @@ def _values(m: Measures) -> tuple[float | None, ...]:
         m.occupancy_l,
         m.work_l_s,
         m.rejected,
+        m.broken,
     )
 
 
@@ -142,7 +145,7 @@ def _table(found: dict[Case, Measures], baseline: Case) -> str:
         for number, (_, form, less) in enumerate(COLUMNS):
             mine = values[case][number]
             known = [value for v in values.values() if (value := v[number]) is not None]
-            best = mine is not None and len(found) > 1 and mine == (min(known) if less else max(known))
+            best = mine is not None and len(set(known)) > 1 and mine == (min(known) if less else max(known))
             cells.append(f"<td{' class=best' if best else ''}>{'-' if mine is None else form.format(mine)}</td>")
         note = " <small>compared with</small>" if case == baseline and len(found) > 1 else ""
         rows.append(f"<tr><td>{escape(case.label)}{note}</td>{''.join(cells)}</tr>")
@@ -234,12 +237,20 @@ def _grid_y(at: float, label: str) -> str:
 # -- load --------------------------------------------------------------------------------------------------------------
 
 
-def _loads(drawn: dict[Case, Result], cases: Sequence[Case], found: dict[Case, Measures]) -> str:
+def _events(study: Study) -> list[tuple[float, str]]:
+    """What is done to the fleet and its traffic, by time."""
+    faults = [(fault.at_s, f"{fault.kind} {fault.target}") for fault in study.faults]
+    return sorted(faults + [(burst.at_s, f"burst x {burst.factor:g}") for burst in study.bursts])
+
+
+def _loads(
+    drawn: dict[Case, Result], cases: Sequence[Case], found: dict[Case, Measures], events: Sequence[tuple[float, str]]
+) -> str:
     series = {case: curves.load for case in cases if case in drawn and (curves := drawn[case].curves) is not None}
     gpus = list(dict.fromkeys(_gpu(name) for load in series.values() for name in load.instances))
     colours = {gpu: f"var(--c{number % 8})" for number, gpu in enumerate(gpus)}
     highest = min(max([0.1, *(_most(load) for load in series.values())]), MOST_OCCUPANCY)
-    panels = "".join(_panel(case, load, colours, highest, found[case]) for case, load in series.items())
+    panels = "".join(_panel(case, load, colours, highest, found[case], events) for case, load in series.items())
     return _legend(list(colours.items())) + f"<div class=cards>{panels}</div>"
 
 
@@ -251,7 +262,14 @@ def _most(load: LoadSeries) -> float:
     return max((x for row in load.occupancy for x in row if x is not None), default=1.0)
 
 
-def _panel(case: Case, load: LoadSeries, colours: dict[str, str], highest: float, m: Measures) -> str:
+def _panel(
+    case: Case,
+    load: LoadSeries,
+    colours: dict[str, str],
+    highest: float,
+    m: Measures,
+    events: Sequence[tuple[float, str]],
+) -> str:
     plot_x, plot_y = WIDTH - LEFT - RIGHT, PANEL_HEIGHT - TOP - BOTTOM
     end_s = load.times_s[-1] if load.times_s else 1.0
     step = max(1, ceil(len(load.times_s) / MOST_POINTS))
@@ -264,6 +282,11 @@ def _panel(case: Case, load: LoadSeries, colours: dict[str, str], highest: float
         at = LEFT + plot_x * part / 4
         label = f"{end_s * part / 4:.0f} s"
         svg.append(f"<text x={at:.1f} y={PANEL_HEIGHT - BOTTOM + 16} text-anchor=middle>{label}</text>")
+    for number, (at_s, what) in enumerate((at_s, what) for at_s, what in events if at_s <= end_s):
+        at, low = LEFT + plot_x * at_s / end_s, TOP + 9 + 11 * (number % EVENT_ROWS)
+        side, anchor = (-3, "end") if at > LEFT + 0.8 * plot_x else (3, "start")
+        svg.append(f"<line class=level x1={at:.1f} x2={at:.1f} y1={TOP} y2={PANEL_HEIGHT - BOTTOM} />")
+        svg.append(f"<text x={at + side:.1f} y={low} text-anchor={anchor}>{escape(what)}</text>")
     for number, name in enumerate(load.instances):
         pieces = _pieces(load, number, step, lambda at_s: LEFT + plot_x * at_s / end_s, y)
         svg += [f"<polyline {_thin(colours, name)} points='{points}'>{_title(name)}</polyline>" for points in pieces]

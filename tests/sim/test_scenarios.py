@@ -75,6 +75,14 @@ def test_a_model_that_is_far_larger_than_the_priors_is_served_as_well_from_the_s
     assert mean_s(0.2) < 1.05 * mean_s(1.0)
 
 
+@MODES
+def test_no_server_starves(slo: Slo) -> None:
+    strong, rows = at_load(FLEETS["mixed16"], 0.85, 60.0, 3)
+    run = simulate(Setup(strong, ours, slo=slo), rows, 3)
+    for half in (run.records[: len(rows) // 2], run.records[len(rows) // 2 :]):
+        assert len({record.instance for record in half}) == 16
+
+
 # -- change ------------------------------------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ function follow() {
     for (const [age, step] of state.picture.steps) state.history.set(now5() - age, step);
     for (const key of state.history.keys()) if (key <= now5() - 180) state.history.delete(key);
     rememberRates();
-    told('live', `live, ${state.picture.processes.length} processes`);
+    told('live', `live, ${state.picture.processes.length} process${state.picture.processes.length === 1 ? '' : 'es'}`);
     refresh();
   };
   source.onerror = () => {

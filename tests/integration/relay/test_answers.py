@@ -66,6 +66,7 @@ async def test_what_no_other_server_would_answer_better_is_the_answer(what: str)
         response = await world.chat()
         assert (response.status, response.body) == (script.status, script.chunks[0])
         assert response.header("x-headwater-rejected") is None
+        assert (response.header("x-headwater-served-by") or "").startswith("r/c/")
         assert seen(world) == 1
         assert sum(world.candidate(e).breaker.failures for e in engines) == failures
         (record,) = await records(world)

@@ -20,6 +20,7 @@ from services.agent.config import InstanceConfig
 from services.agent.engines import EngineState
 from services.agent.monitor import InstanceMonitor
 from tests import servers
+from tests.fake_engine import FakeEngine, Script
 from tests.services.agent.fake_server import FakeServer, Reply, metrics, models, vllm
 from tests.services.agent.pages import Recorded
 
@@ -74,6 +75,7 @@ async def test_a_server_is_found_described_and_reported_on(seen: Seen) -> None:
         phase=Phase.SERVING,
         boot="v3/1790000000.50",
         capacity=endpoint.capacity,
+        labels=frozenset({"version=v3"}),
     )
     assert endpoint.capacity is not None
     assert endpoint.capacity.kv_tokens == 16_000.0
@@ -330,3 +332,23 @@ def test_by_counters_that_go_back() -> None:
 
 def test_by_absence_where_there_is_nothing_else() -> None:
     assert states({}, {}, {"gone": 1.0}, {}) == [(False, "0"), (False, "0"), (True, "1"), (False, "1")]
+
+
+async def test_a_server_serves_when_it_has_answered_one_token_and_again_after_a_restart(seen: Seen) -> None:
+    """Until then its requests wait: it is loading."""
+    slow = Script.whole(delay_s=0.4)
+    async with FakeEngine("cold", slow) as engine:
+        engine.then(Script.error(500, "still compiling"))
+        config = InstanceConfig(url=engine.url, engine="openai", warm_up=True)
+        seen.monitor(fail_after=2).watch({"a": config})
+        await eventually(lambda: bool(seen.endpoints), timeout_s=10.0)
+        assert seen.endpoints[0].phase is Phase.LOADING
+        await eventually(lambda: seen.endpoints[-1].phase is Phase.SERVING, timeout_s=20.0)
+        assert [s.ended for s in engine.seen] == ["complete", "complete"]  # the one that failed, and the warm-up
+        engine.kill()
+        await eventually(lambda: seen.gone == ["a"], timeout_s=10.0)
+        known = len(seen.endpoints)
+        await engine.start()
+        await eventually(lambda: len(seen.endpoints) > known + 1, timeout_s=20.0)
+        assert [e.phase for e in seen.endpoints[known:]] == [Phase.LOADING, Phase.SERVING]
+        assert len(engine.seen) == 3

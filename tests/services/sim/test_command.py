@@ -35,7 +35,7 @@ def test_a_trace_a_fleet_and_two_policies_give_a_table_and_files(tmp_path: Path)
     code, output = run(
         *("--trace", trace_in(tmp_path), "--fleet", fleet, "--policy", "predicted_completion,round_robin"),
         *("--load", 0.5, "--replicas", 2, "--exchange", 50, "--lengths", "noise:0.5", "--windows", 2),
-        *("--fault", "slow@3:h100-0:0.5", "--fault", "burst@1:2:2", "--link", 1, "--reports", "none"),
+        *("--fault", "slow@0.5:h100-0:0.5", "--fault", "burst@0.2:2:1", "--link", 1, "--reports", "none"),
         *(part for name, file in files.items() for part in (f"--{name}", file)),
     )
     assert code == 0, output
@@ -46,6 +46,15 @@ def test_a_trace_a_fleet_and_two_policies_give_a_table_and_files(tmp_path: Path)
     assert told["settings"]["exchange"] == "50"
     assert {run["window"] for run in told["runs"]} == {0, 1}
     assert all(file.stat().st_size > 500 for file in files.values())
+    assert "slow h100-0" in files["html"].read_text()  # where it happened is marked
+    assert "note" not in output
+
+
+def test_a_fault_after_the_last_request_is_noted(tmp_path: Path) -> None:
+    policy = ("--policy", "least_connections")
+    code, output = run("--trace", trace_in(tmp_path), "--rate", 0, *policy, "--fault", "die@90:h100-0")
+    assert code == 0, output
+    assert "before die@90" in output
 
 
 def test_without_a_trace_traffic_is_generated() -> None:
