@@ -20,8 +20,10 @@ from common.affinity import Affinity
 from common.answers import Meaning
 from common.balancing import NOBODY, Balancing
 from common.errors import (
+    AccessError,
     BadRequest,
     ConnectFailed,
+    DeadlineExceeded,
     FirstByteTimeout,
     LBError,
     Loading,
@@ -30,6 +32,7 @@ from common.errors import (
     ResetBeforeByte,
     Saturated,
     StreamBroken,
+    Unowned,
     UpstreamError,
 )
 from common.hook import Hook
@@ -53,6 +56,8 @@ from common.route import HEADER, RouteSigner
 from common.route import Route as RouteHeader
 from common.store.base import Placement
 from common.telemetry import Telemetry
+from common.tenancy.directory import Tenant
+from common.tenancy.gate import Admission, Gate, Used
 from common.types import InferenceRequest, Outcome, Path, Shed, Slo
 
 log = structlog.get_logger()
@@ -61,6 +66,7 @@ MOST_READ = 65_536  # bytes of an answer that is read before it is passed on; la
 MAX_TRIES = 8  # hops tried for one request, refused connections and rejections included
 MAX_WAITS = 64  # times that a request waits for tiers that refused it for load, on top of the bounds of the room
 PEER_SLACK_S = 1.0  # by how much a tier waits longer than the one below it
+RATE_LIMITS = b"x-ratelimit-"  # a server's own say nothing of the tenant's
 ORCA_REQUEST = heads.lines([orca.REQUEST])
 SPOILED = (Meaning.OOM, Meaning.DEAD)  # failures over one request that say nothing of the next
 DEAD_S = 10.0  # a server that has just died is dead for this long: who comes later has not killed it
@@ -88,6 +94,7 @@ class _Carried:
     headers: bytes  # the client's, as they go on
     visited: tuple[str, ...]
     exclude: set[Path]  # failed it
+    limits: heads.Headers  # of its tenant, for the answer
     full: set[Path] = field(default_factory=set)  # refused it for load: asked again after it has waited
     waits: int = 0  # for those that refused it
     peers_lost: int = 0
@@ -105,7 +112,7 @@ class Serving:
         affinity: Affinity,
         telemetry: Telemetry,
         signer: RouteSigner,
-        local: Callable[[Exchange, heads.Headers], Awaitable[None]],
+        local: Callable[[Exchange, heads.Headers, Tenant | None], Awaitable[None]],
         *,
         attempts: int,
         budget_ratio: float,
@@ -120,6 +127,7 @@ class Serving:
         dropped_headers: frozenset[bytes] = frozenset(),
         comment_s: float = 0.0,
         verified_peers: bool = False,
+        gate: Gate | None = None,
     ) -> None:
         self.process_id = process_id
         self.node = node
@@ -137,6 +145,7 @@ class Serving:
             versions or Versions({}, {}),
             slo=slo,
             verified_peers=verified_peers,
+            gate=gate,
         )
         self.replies = Replies(allowed_origins)
         self.queue = Queue(queue, lambda route: balancing.release(route, Outcome.IGNORED))
@@ -145,6 +154,7 @@ class Serving:
         self._deaths: dict[Path, float] = {}  # when a server was last seen to die
         self.on_versioned: Callable[[RequestRecord], None] = lambda record: None  # a request of a split ended
         self._local = local
+        self._gate = gate
         self._attempts = attempts
         self._budget = RetryBudget(budget_ratio)
         self._sample_ratio = sample_ratio
@@ -152,6 +162,21 @@ class Serving:
         self._comment_s = comment_s
         self._via = b"via: 1.1 %b\r\n" % self.intake.pseudonym
         self._rng = rng
+
+    def reconfigure(
+        self,
+        *,
+        attempts: int,
+        budget_ratio: float,
+        sample_ratio: float,
+        allowed_origins: tuple[str, ...],
+        dropped_headers: frozenset[bytes],
+        comment_s: float,
+    ) -> None:
+        """Other settings for the requests that come from now on."""
+        self._attempts, self._budget.ratio, self._sample_ratio = attempts, budget_ratio, sample_ratio
+        self.replies = Replies(allowed_origins)
+        self._dropped, self._comment_s = dropped_headers, comment_s
 
     # -- one request -------------------------------------------------------------------------------------------------
 
@@ -162,7 +187,7 @@ class Serving:
         if exchange.method == b"OPTIONS" and self.replies.preflight(exchange):
             return
         if matched is None:
-            await self._local(exchange, self.replies.cors.answer(exchange.headers))
+            await self._answer_here(exchange)
             return
         api = matched.api
         if b"traceparent" in exchange.fields:
@@ -170,11 +195,12 @@ class Serving:
         else:
             context = tracecontext.fresh(self._rng, self._sample_ratio)
         record = self._open(exchange, api, context, path)
+        admission: Admission | None = None
         try:
-            told = await self.intake.read(exchange, matched, record)
+            told, admission = await self.intake.read(exchange, matched, record)
             self.telemetry.began(record)
             self._refuse_quarantined(told.request)
-            await self._carry(self._carried(exchange, api, record, context, told))
+            await self._carry(self._carried(exchange, api, record, context, told, admission))
         except LBError as error:
             self.replies.error(exchange, api, record, error)
         except asyncio.CancelledError:
@@ -185,9 +211,24 @@ class Serving:
             record.status = record.status or exchange.status
             if exchange.pings is not None:
                 exchange.pings.stop()
+            if admission is not None:
+                admission.end(_used(api, record))
             self.telemetry.ended(record)
             if record.version:
                 self.on_versioned(record)
+
+    async def _answer_here(self, exchange: Exchange) -> None:
+        """What is not relayed; whether this process lives, anybody may ask."""
+        tenant = None
+        if exchange.path not in apis.HEALTH:
+            try:
+                self.intake.count(exchange)
+                if self._gate is not None:
+                    tenant = self._gate.identify(exchange.headers).tenant
+            except AccessError as error:
+                self.replies.denial(exchange, error)
+                return
+        await self._local(exchange, self.replies.cors.answer(exchange.headers), tenant)
 
     def _open(self, exchange: Exchange, api: apis.Api, context: tracecontext.TraceContext, path: str) -> RequestRecord:
         return RequestRecord(
@@ -211,12 +252,14 @@ class Serving:
         record: RequestRecord,
         context: tracecontext.TraceContext,
         told: RouteHeader,
+        admission: Admission | None,
     ) -> _Carried:
         request = told.request
+        limits = admission.headers if admission is not None else []
         # A client's stream may be kept up with comments here; what comes from a peer is kept up by that peer.
         ours = not record.from_peer and exchange.carrier is None
         if self._comment_s and request.stream and ours and api.family is not apis.Family.OLLAMA:
-            added = heads.lines([(DECISION, record.id.encode()), *self.replies.cors.answer(exchange.headers)])
+            added = heads.lines([(DECISION, record.id.encode()), *self.replies.cors.answer(exchange.headers), *limits])
             exchange.pings = Pings(exchange, self._comment_s, added)
         dropped = frozenset() if record.from_peer else self._dropped
         return _Carried(
@@ -229,6 +272,7 @@ class Serving:
             heads.passed_on(exchange.headers, dropped),
             (*told.visited, self.process_id),
             set(exchange.carrier.exclude) if exchange.carrier is not None else set(),
+            limits,
         )
 
     async def _carry(self, c: _Carried) -> None:
@@ -273,9 +317,7 @@ class Serving:
             moves = heads.find(refusal.headers, REJECTED) is not None or c.meaning in ELSEWHERE
             self.replies.refusal(c.exchange, c.api, c.record, refusal, final=not moves)
             return
-        if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
-            raise NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
-        raise failure or NoEndpoints()
+        raise _at_last(c, failure)
 
     async def _next(self, c: _Carried) -> Route | Shed:
         """Where it may go now. Where all that could take it are full, it waits for its turn in the tier it entered."""
@@ -326,9 +368,11 @@ class Serving:
             self.balancing.peer_sent(route.peer.id)
         else:
             c.record.executions += 1
+        sending: Sending | None = None
         try:
+            sending = self._sending(c, route, attempt)
             carrier = c.exchange.carrier or self.relay
-            answer = await carrier.forward(route.url, self._sending(c, route, attempt))
+            answer = await carrier.forward(route.url, sending)
             outcome, retry_after_s = self._judged(c, route, answer)
             unreachable = c.meaning is Meaning.DEAD  # what answers for it is no server any more
             return answer
@@ -348,6 +392,7 @@ class Serving:
             raise
         finally:
             attempt.ended_at = clock.now()
+            self._note_usage(c, attempt, sending)
             cached = None
             if answer is not None and answer.relayed and c.api.generates and not route.peer:
                 cached = answer.observer.cached_tokens()
@@ -387,9 +432,7 @@ class Serving:
             if exchange.status and not _continues_events(status, headers):
                 return Verdict.COLLECT  # keep-alive comments have begun another answer than this one
             sending.added = self._response_headers(c, route, headers)
-            if self.replies.cors and not c.record.from_peer:
-                sending.added += heads.lines(self.replies.cors.answer(exchange.headers))
-                sending.replaced = (cors.PREFIX,)
+            self._add_for_client(c, sending)
             if not route.peer and (load := heads.find(headers, orca.HEADER)) is not None:
                 self.balancing.engine_load(route, orca.parse(load))
                 if heads.find(exchange.headers, orca.REQUEST[0]) is None:  # it is we who asked
@@ -408,10 +451,21 @@ class Serving:
             return observer.event_end + event if event and not observer.told_of_error else b""
 
         sending = Sending(exchange, head, exchange.body, judge, first_byte, break_words=break_words)
+        if c.api.creates and not c.record.from_peer and self.affinity.rules.held_timeout_s:
+            sending.saw = apis.FirstId(lambda id_: self._held_there(c, id_)).saw
         sending.patient = not c.request.stream
         if route.peer:  # the tier next to the server gives up first: it alone knows whom to blame, and where to go on
             sending.tries, sending.slack_s = self._attempts, PEER_SLACK_S * (3 - len(route.target))
         return sending
+
+    def _add_for_client(self, c: _Carried, sending: Sending) -> None:
+        """What stands in an answer for whoever called this system, in the stead of a server's own."""
+        if self.replies.cors and not c.record.from_peer:
+            sending.added += heads.lines(self.replies.cors.answer(c.exchange.headers))
+            sending.replaced += (cors.PREFIX,)
+        if c.limits:
+            sending.added += heads.lines(c.limits)
+            sending.replaced += (RATE_LIMITS,)
 
     def _heard_of_strikes(self, c: _Carried, struck: int) -> None:
         """What the tiers below have seen a prompt do to servers."""
@@ -421,7 +475,11 @@ class Serving:
 
     def _request_headers(self, c: _Carried, route: Route) -> bytes:
         if route.peer:
-            told = RouteHeader(c.request, route.target, c.record.executions, c.visited)
+            request = c.request
+            if request.deadline_s is not None:  # what is left of it
+                waited_s = clock.now() - c.exchange.started_at
+                request = replace(request, deadline_s=max(0.0, request.deadline_s - waited_s))
+            told = RouteHeader(request, route.target, c.record.executions, c.visited)
             return b"%b: %b\r\n" % (HEADER, self.signer.sign(told))
         if route.endpoint.engine in orca.ENGINES and heads.find(c.exchange.headers, orca.REQUEST[0]) is None:
             return self._via + ORCA_REQUEST
@@ -468,6 +526,16 @@ class Serving:
             self._succeeded(c, answer)
         return Outcome.SUCCESS, None
 
+    @staticmethod
+    def _note_usage(c: _Carried, attempt: AttemptRecord, sending: Sending | None) -> None:
+        """What an answer has used as far as it came, whether or not its client stayed to the end."""
+        observer = sending.observer if sending is not None else None
+        if observer is None or not observer.bytes or attempt.status >= 400:
+            return
+        c.record.used_input_tokens, c.record.used_cached_tokens = observer.input_tokens(), observer.cached_tokens()
+        if c.api.generates:
+            c.record.output_tokens = observer.output_tokens()
+
     def _succeeded(self, c: _Carried, answer: Answer) -> None:
         self.quarantine.answered(c.request.fingerprint, clock.now())
         self._learn(c, answer)
@@ -480,14 +548,20 @@ class Serving:
         if not c.api.generates:
             return
         tokens = answer.observer.output_tokens()
-        c.record.output_tokens = tokens
         if tokens is not None:
             self.lengths.learn(c.request.model, c.request.tenant, c.request.input_tokens, tokens)
         served_by = tuple(c.record.served_by.split("/"))
         if c.request.session and not c.record.from_peer and len(served_by) == 3:
-            self.affinity.remember(
-                c.request.session, Placement(served_by, c.request.input_tokens + round(tokens or 0.0))
-            )
+            mode, timeout_s = self.affinity.sticks(c.exchange.path, c.request.model)
+            if mode != "off":
+                placement = Placement(served_by, c.request.input_tokens + round(tokens or 0.0))
+                self.affinity.remember(c.request.session, placement, timeout_s)
+
+    def _held_there(self, c: _Carried, id_: str) -> None:
+        """An answer that begins has this id: what comes back to it has to come to the server that gives it."""
+        served_by = tuple(c.record.served_by.split("/"))
+        if c.exchange.status < 300 and len(served_by) == 3:
+            self.affinity.remember(apis.held_key(id_), Placement(served_by, 0), self.affinity.rules.held_timeout_s)
 
     # -- whether to try again ----------------------------------------------------------------------------------------
 
@@ -561,17 +635,45 @@ class Serving:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def _shed(self, c: _Carried, shed: Shed) -> LBError:
-        if shed.reason == "saturated":
-            return Saturated("all instances that serve this model are at their limit", retry_after_s=shed.retry_after_s)
-        if shed.reason == "loading":
-            return Loading(f"the model `{c.request.model[:200]}` is being loaded", retry_after_s=shed.retry_after_s)
-        if shed.reason == "too_large":
-            return BadRequest("the prompt is larger than any instance of this model can hold", param="messages")
-        if shed.reason == "no_placement":
-            return NoEndpoints("no instance has what the rules of placement ask for this request")
-        return NoEndpoints(
-            f"no instance of the model `{c.request.model[:200]}` is available", retry_after_s=shed.retry_after_s
-        )
+        model = c.request.model[:200]
+        refused: LBError
+        match shed.reason:
+            case "saturated":
+                words = "all instances that serve this model are at their limit"
+                refused = Saturated(words, retry_after_s=shed.retry_after_s)
+            case "loading":
+                refused = Loading(f"the model `{model}` is being loaded", retry_after_s=shed.retry_after_s)
+            case "owner_gone" | "owner_unavailable":
+                refused = Unowned("/".join(c.request.owner), gone=shed.reason == "owner_gone")
+            case "too_large":
+                refused = BadRequest("the prompt is larger than any instance of this model can hold", param="messages")
+            case "deadline_exceeded":
+                refused = DeadlineExceeded("no server is predicted to be done with it before its deadline")
+            case "residency":
+                refused = NoEndpoints("no region that the rules of residency allow for this request serves it now")
+            case "no_placement":
+                refused = NoEndpoints("no instance has what the rules of placement ask for this request")
+            case _:
+                words = f"no instance of the model `{model}` is available"
+                refused = NoEndpoints(words, retry_after_s=shed.retry_after_s)
+        return refused
+
+
+def _used(api: apis.Api, r: RequestRecord) -> Used:
+    """A finished request as its tenant is charged for it."""
+    left = r.ending is Ending.CLIENT_LEFT and bool(r.attempts)  # and leaves the work to whoever pays for it
+    output = 0 if not api.generates else None if r.output_tokens is None else round(r.output_tokens)
+    return Used(
+        r.used_input_tokens if r.used_input_tokens is not None or not left else r.input_tokens,
+        r.used_cached_tokens,
+        output,
+        r.status,
+        r.ending.value,
+        r.served_by,
+        r.operation,
+        r.started_wall_ns,
+        r.total_s,
+    )
 
 
 def _is_read(route: Route, status: int, headers: heads.Headers) -> bool:
@@ -579,6 +681,15 @@ def _is_read(route: Route, status: int, headers: heads.Headers) -> bool:
     if status in OVERLOAD:
         return True
     return answers.may_move(route.endpoint.engine, status) and _int(heads.find(headers, b"content-length")) <= MOST_READ
+
+
+def _at_last(c: _Carried, failure: LBError | None) -> LBError:
+    """What a client is told when nothing more is tried."""
+    if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
+        if c.request.owner:
+            return Unowned("/".join(c.request.owner), gone=False)
+        return NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
+    return failure or NoEndpoints()
 
 
 def _int(value: bytes | None) -> int:

@@ -13,13 +13,13 @@ import gc
 import os
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import nullcontext, suppress
 from fnmatch import fnmatchcase
 from random import Random
 from socket import AF_INET, AF_INET6, create_server, gethostname
 from ssl import SSLContext
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 import uvicorn
@@ -29,17 +29,22 @@ from common.admin import admin_app
 from common.affinity import Affinity
 from common.balancing import Balancing
 from common.config import TierConfig
+from common.config_api import config_router
+from common.drain_api import drain_router
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.exchange import Exchange as ReplicaExchange
 from common.explain.decisions import decision_of
+from common.guard import Guard, peer_token
 from common.hook import Hook
 from common.hung import HungPeers
 from common.local import local_app
+from common.lookout import Lookout
 from common.membership import Membership
 from common.policy import balancer
 from common.policy.balancer import Policy
 from common.policy.candidate import Limits
 from common.policy.placement import placed
+from common.policy.regions import regional
 from common.policy.stages import POLICIES, policy_named
 from common.policy.waiting import Bounds
 from common.pool_metrics import PoolMetrics
@@ -49,6 +54,7 @@ from common.relay.exchange import Exchange
 from common.relay.heads import Headers
 from common.relay.relay import Relay
 from common.relay.tls import Certificates
+from common.reload import Reloader, Source
 from common.reporting import ReportServer, Tls
 from common.rollout_api import rollout_router
 from common.rollouts import Rollouts
@@ -56,14 +62,35 @@ from common.serving import Serving
 from common.spans import OtlpExport
 from common.store.base import MembershipStore
 from common.telemetry import AccessLog, Telemetry
+from common.tenancy.build import tenants_of
+from common.tenancy.directory import Tenant
 from common.types import Path, Peer, Pool, Slo, Tier
 from common.watchdog import Watchdog
+from common.whereabouts import Whereabouts
 
 log = structlog.get_logger()
 
 ADMIN_STOP_S = 1.0
 COLLECT_AFTER = 50_000  # objects made and not freed; by Python's own 700 a fifth of all CPU time went into collecting
 ROUND_TRIPS_KEPT = 5  # the least of the last five handshakes is the distance; what is above it is scheduling
+LIVE = frozenset(  # what may change while a tier runs; the rest is an address, a name, a store, or its way to one
+    {
+        "limits",
+        "upstream",
+        "retry",
+        "health",
+        "drain",
+        "policy",
+        "affinity",
+        "residency",
+        "clients",
+        "cors",
+        "streaming",
+        "forward",
+        "network",
+        "tracing.sample_ratio",
+    }
+)
 TLS_ROUND_TRIPS = 2  # of a handshake: one for TCP, one for TLS 1.3
 
 
@@ -84,10 +111,18 @@ class TierProcess:
         *,
         serves: Callable[[Path], bool] | None = None,
         store: MembershipStore | None = None,
+        source: Source[Any] | None = None,
+        on_config: Callable[[Any], None] = lambda config: None,
+        live: Collection[str] = (),
     ) -> None:
-        if config.policy.name not in POLICIES:
-            raise ConfigError(f"policy.name: unknown policy '{config.policy.name}' (known: {', '.join(POLICIES)})")
+        """`source`: where the configuration is from, to be followed; `on_config` is told of another one, which may
+        differ in the `live` keys besides those that every tier can change.
+        """
+        verify(config)
         self.config = config
+        self._source = source
+        self._on_config = on_config
+        self._live = LIVE | frozenset(live)
         self.node = node
         self.tier = Tier.of(node)
         self.pools: Mapping[Path, Pool] = {}
@@ -120,14 +155,12 @@ class TierProcess:
         self.signer = await self._keys.signer()
         self.id = config.id or self._default_id()
         self._needs = config.placement.needs()
-        health = config.health
-        limits = Limits(config.upstream.max_in_flight, health.eject_after, health.cooldown_s, health.max_ejected_ratio)
         on_demand = config.models.on_demand
         self.balancing = Balancing(
             self.id,
             self._serves,
             self._policy,
-            limits,
+            self._limits(),
             self._rng,
             lambda model: any(fnmatchcase(model, glob) for glob in on_demand),
         )
@@ -137,6 +170,7 @@ class TierProcess:
         )
         self._affinity_store = backing.affinity_store(config.redis)
         self._make_telemetry()
+        self._tenants = await tenants_of(config, store, lambda: len(self._replicas()) + 1)
         self._make_serving()
         tls = Tls(config.tls.cert_file, config.tls.key_file, config.tls.ca_file) if config.tls.cert_file else None
         self.quotes = Quotes(
@@ -150,6 +184,7 @@ class TierProcess:
             ttl_s=config.etcd.ttl_s,
             root=config.etcd.prefix,
             answers=self.balancing.answers,
+            adopts=bool(config.etcd.urls),
         )
         try:
             await self._listen(prepare)
@@ -183,13 +218,15 @@ class TierProcess:
 
     def _make_serving(self) -> None:
         config = self.config
-        affinity = Affinity(
-            self._affinity_store, timeout_s=config.affinity.timeout_s, max_sessions=config.affinity.max_sessions
-        )
+        affinity = Affinity(self._affinity_store, config.affinity)
         local: AsgiApp = local_app(self.balancing, lambda: not self.draining, self._versions.aliases)
 
-        async def answer_locally(exchange: Exchange, added: Headers) -> None:
-            await answer_with(local, exchange, added)
+        async def answer_locally(exchange: Exchange, added: Headers, tenant: Tenant | None) -> None:
+            await answer_with(local, exchange, added, {"tenant": tenant})
+
+        gate = self._tenants.gate if self._tenants is not None else None
+        if gate is not None:
+            self.telemetry.registry.register(gate.metrics)
 
         self._hook = Hook(config.health.event_url)
         self.serving = Serving(
@@ -210,9 +247,10 @@ class TierProcess:
             hook=self._hook,
             queue=Bounds(config.queue.max_requests, config.queue.max_tokens, config.queue.timeout_s),
             allowed_origins=config.cors.allowed_origins,
-            dropped_headers=frozenset(n.lower().replace("_", "-").encode() for n in config.forward.drop_headers),
+            dropped_headers=_header_names(config.forward.drop_headers),
             comment_s=config.streaming.keepalive_comment_s,
             verified_peers=config.tls.peers_required,
+            gate=gate,
         )
         self.relay = Relay(
             self.serving.serve, _refusal, config.limits, config.upstream, half_close=config.upstream.half_close
@@ -220,6 +258,7 @@ class TierProcess:
         self.relay.delay_of = self._delay_of
         self.relay.tls_of = self._tls_of
         self.serving.relay = self.relay
+        self._place_clients()
         self._hung = HungPeers(self.relay)
         self._watchdog = Watchdog(self.relay, self.balancing, config.health.stall_s, self._hook)
 
@@ -232,9 +271,14 @@ class TierProcess:
         self._spawn(self._keys.follow(self.signer), "route keys")
         self._spawn(self._certificates.watch(), "certificates")
         self._spawn(self.quotes.run(), "quotes")
+        if config.etcd.urls:
+            self._spawn(Lookout(self.membership, lambda: self._certificates.instances).run(), "lookout")
         exchange = ReplicaExchange(self._affinity_store, self.node, self.balancing, self._replicas)
         self._spawn(exchange.run(), "exchange between replicas")
         self._spawn(self._measure_round_trips(), "round trips")
+        if self._tenants is not None:
+            self._spawn(self._tenants.run(), "tenants")
+            await self._tenants.gate.until(lambda directory: True, backing.STORE_START_S)
         self._spawn(self._watchdog.run(), "watchdog")
         self.serving.on_versioned = self.rollouts.saw
         self._spawn(self.rollouts.follow(), "rollouts")
@@ -269,19 +313,64 @@ class TierProcess:
     def _policy(self, path: Path) -> Policy:
         policy, placement = self.config.policy, self.config.placement
         named = policy_named(policy.name, policy.price_weight_s_per_usd, Tier.of(path))
-        return placed(named, self._needs, placement.adapter_load_s)
+        found = placed(named, self._needs, placement.adapter_load_s)
+        return regional(found, policy.terms(), policy.price_weight_s_per_usd) if not path else found
+
+    def _place_clients(self) -> None:
+        home = self.node[0] if self.node else ""
+        self.serving.intake.whereabouts = Whereabouts(self.config.clients, self.config.residency, home)
+
+    def _limits(self) -> Limits:
+        config = self.config
+        health = config.health
+        return Limits(config.upstream.max_in_flight, health.eject_after, health.cooldown_s, health.max_ejected_ratio)
+
+    def _reconfigure(self, config: TierConfig) -> None:
+        """Take another configuration over, at once; what is fixed is the same in both."""
+        before, self.config = self.config, config
+        if (config.policy, self._limits()) != (before.policy, self.balancing.limits):
+            self.balancing.reconfigure(self._policy, self._limits())
+        self.relay.reconfigure(config.limits, config.upstream, half_close=config.upstream.half_close)
+        self.serving.affinity.rules = config.affinity
+        self.serving.intake.slo = Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s)
+        self._place_clients()
+        self.serving.reconfigure(
+            attempts=config.retry.attempts,
+            budget_ratio=config.retry.budget_ratio,
+            sample_ratio=config.tracing.sample_ratio,
+            allowed_origins=config.cors.allowed_origins,
+            dropped_headers=_header_names(config.forward.drop_headers),
+            comment_s=config.streaming.keepalive_comment_s,
+        )
+        self._on_config(config)
 
     async def _start_admin(self) -> None:
         host, port = _split(self.config.admin)
         app = admin_app(self.id, self.node, self.balancing, self.telemetry, lambda: not self.draining, self._admin_urls)
+        if self._tenants is not None:
+            app.include_router(self._tenants.router)
+        app.include_router(drain_router(self.membership, self.balancing, self._admin_urls))
+        if self._source is not None:
+            reloader = Reloader(
+                self.config,
+                self._source,
+                self._reconfigure,
+                live=self._live,
+                check=verify,
+                registry=self.telemetry.registry,
+            )
+            app.include_router(config_router(reloader))
+            self._spawn(reloader.run(), "configuration")
         app.include_router(rollout_router(self.rollouts))
         try:
             socket = create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)
         except OSError as error:
             raise ConfigError(f"cannot listen on {self.config.admin} (admin): {error.strerror or error}") from None
         self.admin_port = int(socket.getsockname()[1])
+        auth = self.config.auth
+        guard = Guard(app, host, auth.admin_tokens, lambda: self.signer.keys, open_metrics=auth.open_metrics)
         settings = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=int(ADMIN_STOP_S)
+            guard, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=int(ADMIN_STOP_S)
         )
         self._admin = _AdminServer(settings)
         self._spawn(self._admin.serve([socket]), "admin")
@@ -332,7 +421,11 @@ class TierProcess:
     def _admin_urls(self) -> frozenset[str]:
         peers = [p for pool in self.pools.values() for e in pool.endpoints for p in e.balancers]
         peers += self.membership.balancers(())
-        return frozenset(p.admin for p in peers if p.admin and p.id != self.id)
+        token = peer_token(
+            self.signer.keys[0]
+        )  # as the password in the URL, which httpx takes for basic authentication
+        urls = (p.admin.partition("://") for p in peers if p.admin and p.id != self.id)
+        return frozenset(f"{scheme}://peer:{token}@{rest}" for scheme, _, rest in urls)
 
     def _delay_of(self, url: str) -> float:
         """The emulated round trip to a peer, by its region; 0 within our own."""
@@ -432,12 +525,25 @@ class TierProcess:
                 task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=ADMIN_STOP_S)
+        if self._tenants is not None:
+            await self._tenants.close()
         await self._affinity_store.close()
         if self._store is not None:
             await self._store.close()
         self.telemetry.close()
         if self._export is not None:
             await asyncio.to_thread(self._export.close, 2.0)
+
+
+def verify(config: TierConfig) -> None:
+    """Raise ConfigError for what its types allow and no tier could run with. Asks nobody."""
+    if config.policy.name not in POLICIES:
+        raise ConfigError(f"policy.name: unknown policy '{config.policy.name}' (known: {', '.join(POLICIES)})")
+    backing.verify(config.etcd, config.redis)
+
+
+def _header_names(names: tuple[str, ...]) -> frozenset[bytes]:
+    return frozenset(name.lower().replace("_", "-").encode() for name in names)
 
 
 def spare_the_collector() -> None:

@@ -85,10 +85,12 @@ class MemoryMembershipStore:
         self._check()
         self.write(key, value, None)
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str) -> bool:
         """See MembershipStore."""
         self._check()
+        there = key in self._keys
         self.write(key, None, None)
+        return there
 
     async def ping(self, timeout_s: float) -> None:
         """See MembershipStore."""
@@ -109,10 +111,6 @@ class MemoryMembershipStore:
         """See MembershipStore."""
         self._closed = True
         self._notify()
-
-    def remove(self, key: str) -> None:
-        """Delete a key as an operator would; a live lease that presents it puts it back."""
-        self.write(key, None, None)
 
     # -- for leases --------------------------------------------------------------------------------------------------
 

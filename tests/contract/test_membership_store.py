@@ -32,8 +32,7 @@ class World:
         if self.etcd is not None:
             await self.etcd.ctl("del", key)
         else:
-            assert isinstance(self.one, MemoryMembershipStore)
-            self.one.remove(key)
+            await self.one.delete(key)
 
     async def outage(self) -> None:
         if self.etcd is not None:
@@ -173,6 +172,26 @@ async def test_put_if_absent_writes_once(world: World) -> None:
     assert both[0] == both[1]
 
 
+async def test_what_is_under_no_lease_stays_until_it_is_deleted(world: World) -> None:
+    key = "/headwater/global/drains/eu"
+    await world.one.put(key, b"1")
+    await world.one.put(key, b"2")
+    assert await world.two.get(key) == b"2"
+    async with watching(world.two) as watched:
+        await watched.until({key: b"2"})
+        await world.two.delete(key)
+        await world.two.delete(key)
+        await watched.until({})
+
+
+async def test_without_the_store_nothing_is_written_and_that_is_said(world: World) -> None:
+    await world.outage()
+    with pytest.raises(StoreUnavailable):
+        await world.one.put("/headwater/x", b"1")
+    with pytest.raises(StoreUnavailable):
+        await world.one.delete("/headwater/x")
+
+
 async def test_a_watch_begins_with_what_is_there_and_follows(world: World) -> None:
     lease = await world.one.lease(TTL_S)
     await lease.put(P + "a", b"1")
@@ -239,3 +258,29 @@ async def test_closing_the_store_ends_its_watches(world: World) -> None:
     await asyncio.wait_for(task, 1.0)
     with pytest.raises(StoreUnavailable):
         await world.one.get("/x")
+
+
+async def test_what_is_under_no_lease_is_written_replaced_and_deleted(world: World) -> None:
+    async with watching(world.two) as watched:
+        await watched.until({})
+        await world.one.put(P + "k", b"1")
+        assert await world.two.get(P + "k") == b"1"
+        await watched.until({P + "k": b"1"})
+        await world.two.put(P + "k", b"2")
+        await watched.until({P + "k": b"2"})
+        assert await world.one.delete(P + "k")
+        await watched.until({})
+        assert not await world.one.delete(P + "k")
+        assert await world.two.get(P + "k") is None
+
+
+async def test_nothing_is_written_or_deleted_while_the_store_is_gone(world: World) -> None:
+    await world.one.put(P + "k", b"1")
+    await world.outage()
+    with pytest.raises(StoreUnavailable):
+        await world.one.put(P + "k", b"2")
+    with pytest.raises(StoreUnavailable):
+        await world.one.delete(P + "k")
+    await world.recovery()
+    await world.one.ping(20.0)
+    assert await world.one.get(P + "k") == b"1"
