@@ -242,4 +242,5 @@ def _say_urls(console: Console, world: World) -> None:
     for tier, nodes in (("global", world.globals), ("region", world.regions), ("cluster", world.clusters)):
         for name, ports in nodes.items():
             console.print(f"  {tier:<8} {name:<12}  {ports.url}   admin {ports.admin_url}")
+    console.print(f"  [bold]in a browser[/]           {world.global_.admin_url}/console")
     console.print(f"  logs                   {world.directory}")
