@@ -5,6 +5,7 @@ Imports that cost are made here, when they are needed: gRPC for etcd, the Redis 
 
 from __future__ import annotations
 
+import os
 import secrets
 
 import structlog
@@ -13,6 +14,7 @@ from common.config import Auth, Etcd, Redis
 from common.errors import ConfigError, StoreUnavailable
 from common.route import RouteSigner
 from common.store.base import AffinityStore, MembershipStore
+from common.store.kept import KeptMembershipStore
 from common.store.memory import MemoryAffinityStore, MemoryMembershipStore
 
 log = structlog.get_logger()
@@ -21,22 +23,41 @@ STORE_START_S = 5.0  # etcd must answer within this when a tier starts
 LEAST_KEY_BYTES = 16
 
 
+def verify(etcd: Etcd, redis: Redis) -> None:
+    """Raise ConfigError for addresses that are none. Connects to nothing."""
+    if redis.url:
+        from common.store.redis_client import connect  # noqa: PLC0415
+
+        connect(redis.url, max_connections=1, timeout_s=1.0)
+    for name, file in (("ca_file", etcd.ca_file), ("cert_file", etcd.cert_file), ("key_file", etcd.key_file)):
+        if file and not os.access(file, os.R_OK):
+            raise ConfigError(f"etcd.{name}: {file} cannot be read")
+    if bool(etcd.user) != bool(etcd.password):
+        raise ConfigError("etcd: a user needs a password, and a password a user")
+
+
 async def membership_store(etcd: Etcd) -> MembershipStore:
-    """etcd, or this process's memory. Raises ConfigError when no etcd answers."""
+    """etcd, or this process's memory. Raises ConfigError when no etcd answers and no snapshot says what it held."""
     if not etcd.urls:
         return MemoryMembershipStore()
     from common.store.etcd import EtcdMembershipStore, EtcdTls  # noqa: PLC0415 - gRPC is not needed without it
 
-    store = EtcdMembershipStore(
+    store: MembershipStore = EtcdMembershipStore(
         etcd.urls,
         user=etcd.user,
         password=etcd.password,
         tls=EtcdTls(etcd.ca_file, etcd.cert_file, etcd.key_file),
         check_interval_s=etcd.ttl_s / 5.0,
     )
+    kept = None
+    if etcd.snapshot_file:
+        store = kept = KeptMembershipStore(store, etcd.snapshot_file)
     try:
         await store.ping(STORE_START_S)
     except StoreUnavailable as error:
+        if kept is not None and kept.age_s is not None:
+            log.warning("etcd_unavailable", reason=str(error), meanwhile=f"a snapshot {kept.age_s:.0f} s old")
+            return store
         await store.close()
         raise ConfigError(f"etcd.urls: no etcd answers at {', '.join(etcd.urls)}: {error}") from None
     return store
@@ -90,10 +111,19 @@ class RouteKeys:
         if self._configured:
             return
         async for snapshot in self._store.watch(self._name):
+            if self._name not in snapshot.values and not snapshot.stale:
+                await self._put_back(signer)  # or whoever starts next makes another one, which nobody believes yet
+                continue
             keys = keys_in(snapshot.values.get(self._name, b""))
             if keys and keys != signer.keys:
                 signer.keys = keys
                 log.info("route_keys_changed", keys=len(keys))
+
+    async def _put_back(self, signer: RouteSigner) -> None:
+        try:
+            await self._store.put_if_absent(self._name, b",".join(signer.keys))
+        except StoreUnavailable as error:
+            log.warning("route_keys_not_put_back", reason=str(error))
 
 
 def keys_in(value: bytes) -> tuple[bytes, ...]:

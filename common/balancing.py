@@ -52,7 +52,7 @@ class Balancing:
         self.rng = rng
         self.balancers: dict[Path, Balancer] = {}
         self._policy = policy
-        self._limits = limits
+        self.limits = limits
         self._peers: dict[str, Breaker] = {}
         self._peer_in_flight: dict[str, int] = {}
         self._models: dict[str, float] = {}  # model -> last served by somebody
@@ -66,7 +66,7 @@ class Balancing:
         for path, pool in pools.items():
             balancer = self.balancers.get(path)
             if balancer is None:
-                balancer = self.balancers[path] = Balancer(path, self._policy(path), self._limits)
+                balancer = self.balancers[path] = Balancer(path, self._policy(path), self.limits)
             balancer.update(pool, now)
         for path in self.balancers.keys() - pools.keys():
             balancer = self.balancers[path]
@@ -77,6 +77,12 @@ class Balancing:
         alive = {peer.id for pool in pools.values() for e in pool.endpoints for peer in e.balancers}
         for gone in self._peers.keys() - alive:
             del self._peers[gone]
+
+    def reconfigure(self, policy: Callable[[Path], Policy], limits: Limits) -> None:
+        """Choose by another policy and within other bounds from now on."""
+        self._policy, self.limits = policy, limits
+        for path, balancer in self.balancers.items():
+            balancer.reconfigure(policy(path), limits)
 
     def _remember_models(self, now: float) -> None:
         for balancer in self.balancers.values():
@@ -230,6 +236,12 @@ class Balancing:
         now = clock.now()
         for hop in route.hops:
             self.balancers[hop.path].first_token(hop.pick.reservation, now)
+
+    def under_way(self, path: Path) -> int:
+        """Requests of this process that are under way at a region, cluster or instance."""
+        balancer = self.balancers.get(path[:-1])
+        candidate = balancer.candidates.get(path[-1]) if balancer is not None else None
+        return candidate.in_flight if candidate is not None else 0
 
     def models(self) -> frozenset[str]:
         """All models that some instance serves now."""

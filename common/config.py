@@ -14,10 +14,20 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    IPvAnyNetwork,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from common.errors import ConfigError
 from common.policy.placement import Needs, Rule
+from common.policy.regions import Region, Regions
 from common.policy.versions import Split, Target, Versions
 from common.types import Priority
 
@@ -150,6 +160,21 @@ class Drain(Section):
     """Requests under way may end within this after SIGTERM; then they are broken."""
 
 
+class RegionTerms(Section):
+    """What one region costs and takes, beside its servers' GPU hours."""
+
+    usd_per_million_input_tokens: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Price of prompt tokens, $."""
+    usd_per_million_output_tokens: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Price of output tokens, $."""
+    egress_usd_per_gb: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Price of answers to clients of another location, $ for 10^9 bytes."""
+    max_in_flight: Count | None = None
+    """Requests under way there, of all balancers together: a hard limit; none: what its servers take."""
+    fallback_after_s: Annotated[float, Field(ge=0.0, le=3600.0)] | None = None
+    """Makes it a fallback: it takes part only when no other region can begin to answer within this; none: always."""
+
+
 class PolicySection(Section):
     """How a stage chooses."""
 
@@ -158,11 +183,19 @@ class PolicySection(Section):
     round_robin, weighted_round_robin, least_connections, weighted_least_connections, weighted_response_time,
     least_load, power_of_two, hash, prefix_affinity)."""
     price_weight_s_per_usd: Annotated[float, Field(ge=0.0)] = 1e4
-    """Seconds that a dollar weighs; a typical request costs about 1e-4 $."""
+    """Seconds that a dollar weighs; a typical request costs about 1e-4 $, so that its price weighs about a second."""
     slo_ttft_s: Seconds | None = None
     """Service level of requests that name none (`x-slo-ttft-ms`), seconds to the first token; empty: none."""
     slo_tpot_s: Seconds | None = None
     """And seconds for each token after it (`x-slo-tpot-ms`). A predicted miss weighs 20 s in the cost."""
+    share_cap: Annotated[float, Field(ge=0.0, le=100.0)] = 1.3
+    """A region more than half full gets at most so many times its share of all regions' speed; 0: no cap."""
+    regions: Annotated[Mapping[Name, RegionTerms], Field(max_length=256)] = {}
+    """Terms of regions, by their names."""
+
+    def terms(self) -> Regions:
+        """The terms as policy has them."""
+        return Regions({name: Region(**dict(terms)) for name, terms in self.regions.items()}, self.share_cap)
 
 
 Globs = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=512)], ...], Field(max_length=256)]
@@ -294,13 +327,95 @@ def _shares(to: str | Mapping[str, float]) -> Mapping[str, float]:
     return {to: 1.0} if isinstance(to, str) else to
 
 
+AffinityMode = Literal["soft", "strict", "off"]
+
+
+class AffinityRoute(Section):
+    """Sessions of some requests; of several that match the first counts."""
+
+    path: str = ""
+    """Of the request, as in /v1/completions; none: any."""
+    model: str = ""
+    """Its model; a `*` at the end stands for anything; none: any."""
+    mode: AffinityMode = "soft"
+    """See `affinity.mode`."""
+    timeout_s: Seconds = 600.0
+    """See `affinity.timeout_s`."""
+
+
+class ResidencyRule(Section):
+    """Which regions some requests may be served in. All rules that are for a request hold together."""
+
+    tenants: Globs = ()
+    """Requests of these tenants; `*` and `?` as usual."""
+    value: Annotated[str, Field(max_length=256)] = ""
+    """Requests whose `residency.header` has this value."""
+    locations: frozenset[Name] = frozenset()
+    """Requests from these locations."""
+    allow: frozenset[Name] = frozenset()
+    """Regions they may be served in; none: all."""
+    deny: frozenset[Name] = frozenset()
+    """Regions they may not be served in."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ResidencyRule:
+        if not self.allow and not self.deny:
+            raise ValueError("it allows and denies nothing")
+        return self
+
+
+class Residency(Section):
+    """Where data may go. Every tier that clients call needs the same rules."""
+
+    header: Annotated[str, Field(pattern=r"^(x-[a-z0-9-]{1,64})?$")] = ""
+    """A client's header that rules go by, as in x-data-residency; a value that no rule knows is refused."""
+    rules: Annotated[tuple[ResidencyRule, ...], Field(max_length=1024)] = ()
+    """The rules."""
+
+    @model_validator(mode="after")
+    def _has_header(self) -> Residency:
+        if any(rule.value for rule in self.rules) and not self.header:
+            raise ValueError("a rule has a value, and no header is named that could have it")
+        return self
+
+
+class LocationNetworks(Section):
+    """Clients of some networks."""
+
+    location: Name
+    """Where they are: the name of a region."""
+    networks: Annotated[tuple[IPvAnyNetwork, ...], Field(min_length=1, max_length=4096)]
+    """Their addresses, as in 10.1.0.0/16; the longest prefix that fits counts."""
+
+
+class Clients(Section):
+    """Where clients are."""
+
+    locations: Annotated[tuple[LocationNetworks, ...], Field(max_length=1024)] = ()
+    """By their addresses."""
+    location_header: Annotated[str, Field(pattern=r"^(x-[a-z0-9-]{1,64})?$")] = ""
+    """A header that says it, as in x-client-region; believed of trusted proxies alone."""
+    trusted_proxies: Annotated[tuple[IPvAnyNetwork, ...], Field(max_length=1024)] = ()
+    """Addresses of proxies whose `location_header` is believed, and whose X-Forwarded-For says who the client is."""
+    default: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{0,64}$")] = ""
+    """Where all others are; none: in the region of the tier they call, if it has one."""
+
+
 class Affinity(Section):
     """Sessions that return to where they were served."""
 
+    mode: AffinityMode = "soft"
+    """soft: they return unless waiting there costs more than reading the prompt anew elsewhere; strict: as long as
+    their server takes work; off: each request is chosen for by itself, but for what is cached."""
     timeout_s: Seconds = 600.0
     """How long after its last request a session is remembered."""
+    routes: tuple[AffinityRoute, ...] = ()
+    """Other modes and times for some paths or models: a list of `path`, `model`, `mode` and `timeout_s`."""
     max_sessions: Count = 100_000
     """Sessions remembered in this process."""
+    held_timeout_s: Annotated[float, Field(ge=0.0, le=2_592_000.0)] = 86_400.0
+    """How long it is remembered which server holds a response or conversation (`/v1/responses`, `/v1/conversations`);
+    what builds on one goes there and nowhere else. 0: never, for servers that share what they store."""
 
 
 class Etcd(Section):
@@ -310,6 +425,9 @@ class Etcd(Section):
     """Members of the etcd cluster; none: membership stays in this process."""
     ttl_s: Annotated[float, Field(ge=1.0, le=600.0)] = 5.0
     """How long this process is presented after it has died."""
+    snapshot_file: str = ""
+    """Where a tier keeps what etcd said last, for a start without etcd; none: it waits for etcd. It holds the key that
+    tiers sign with."""
     prefix: str = "/headwater"
     """Under which all keys are."""
     user: str = ""
@@ -456,6 +574,8 @@ class TierConfig(Section):
     drain: Drain = Drain()
     policy: PolicySection = PolicySection()
     placement: Placement = Placement()
+    residency: Residency = Residency()
+    clients: Clients = Clients()
     models: Models = Models()
     affinity: Affinity = Affinity()
     etcd: Etcd = Etcd()

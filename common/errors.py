@@ -13,7 +13,8 @@
     │   ├── FirstByteTimeout   504  no first byte in time
     │   └── StreamBroken       502  broke after the first byte: never tried again
     ├── BadRequest             400  the client's mistake
-    │   └── ModelNotFound      404  no endpoint serves this model
+    │   ├── ModelNotFound      404  no endpoint serves this model
+    │   └── Unowned            404  the server that held what the request builds on is gone; 409 while it may be back
     ├── StoreError             fails no request
     │   ├── StoreUnavailable
     │   └── LeaseLost
@@ -131,6 +132,18 @@ class ModelNotFound(BadRequest):
 
     status = 404
     code = "model_not_found"
+
+
+class Unowned(BadRequest):
+    """What the request builds on was held in the memory of one server, which is gone or cannot be reached."""
+
+    def __init__(self, owner: str, *, gone: bool) -> None:
+        if gone:
+            super().__init__(f"it was held in memory by {owner}, which is gone", status=404, code="owner_gone")
+        else:
+            message = f"it is held in memory by {owner} alone, which takes no requests at present"
+            super().__init__(message, status=409, code="owner_unavailable")
+            self.retry_after_s = 1.0
 
 
 class StoreError(LBError):

@@ -13,7 +13,8 @@ from dataclasses import replace
 from common import apis
 from common.affinity import Affinity
 from common.balancing import Balancing
-from common.errors import BadRequest, Draining, ModelNotFound, NoEndpoints
+from common.config import Clients, Residency
+from common.errors import BadRequest, Draining, ModelNotFound, NoEndpoints, StoreUnavailable
 from common.policy.input_length import InputLength
 from common.policy.output_length import OutputLength
 from common.policy.versions import Versions
@@ -21,7 +22,8 @@ from common.records import RequestRecord
 from common.relay.coding import decoded
 from common.relay.exchange import Exchange
 from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
-from common.types import NO_SLO, InferenceRequest, Slo
+from common.types import NO_SLO, InferenceRequest, Path, Slo
+from common.whereabouts import Whereabouts
 
 DECODED_HERE_BYTES = 65_536  # compressed bodies above this are decoded by a thread
 UNDERSTOOD_HERE_BYTES = 262_144  # and bodies above this are read by one: about half a millisecond's work
@@ -41,13 +43,14 @@ class Intake:
         slo: Slo = NO_SLO,
         verified_peers: bool = False,
     ) -> None:
+        self.whereabouts = Whereabouts(Clients(), Residency(), "")
         self.leaving = False  # peers are told to go elsewhere
         self.inputs = InputLength()
         self._balancing = balancing
         self._affinity = affinity
         self._signer = signer
         self._lengths = lengths
-        self._slo = slo  # of requests that name none
+        self.slo = slo  # of requests that name none
         self._versions = versions
         self._verified_peers = verified_peers  # a peer has to show a certificate as well
         # Says in `Via` that a request went from this system to a server; nobody without the key can say so.
@@ -82,6 +85,8 @@ class Intake:
         record.executions = told.attempts
         if len(told.visited) >= MAX_HOPS:
             raise NoEndpoints("the request has passed too many tiers")
+        if told.visited.count(self._balancing.process_id) > 1:
+            raise NoEndpoints("the request has been here before")  # once is honest: it came in here, and down again
         if self.leaving:
             raise Draining("this balancer is leaving")
         return told
@@ -127,15 +132,37 @@ class Intake:
             ask.prefix_hashes,
             ask.session,
             deadline_s=hints.deadline_s,
-            slo=self._slo if hints.slo == NO_SLO else hints.slo,
+            slo=self.slo if hints.slo == NO_SLO else hints.slo,
             version=target.version,
             fingerprint=ask.fingerprint,
             operation=api.operation,
         )
-        placement = await self._affinity.lookup(ask.session) if ask.session else None
+        location = self.whereabouts.location(exchange.client.peername, exchange.headers)
+        only, never = self.whereabouts.regions(request.tenant, location, exchange.headers)
+        if location or only or never:
+            request = replace(request, location=location, only=only, never=never)
+        if ask.held and (owner := await self._owner(ask.held)):
+            return replace(request, owner=owner)
+        mode, _ = self._affinity.sticks(exchange.path, model)
+        placement = await self._affinity.lookup(ask.session) if ask.session and mode != "off" else None
         if placement is None:
             return request
-        return replace(request, warm=placement.path, warm_tokens=placement.tokens)
+        return replace(request, warm=placement.path, warm_tokens=placement.tokens, sticky=mode == "strict")
+
+    async def _owner(self, held: tuple[str, ...]) -> Path:
+        """The instance that holds what a request builds on; () when that is not known. Raises NoEndpoints."""
+        if not self._affinity.rules.held_timeout_s:
+            return ()
+        for id_ in held:
+            try:
+                placement = await self._affinity.holder(apis.held_key(id_))
+            except StoreUnavailable:
+                # Another server would say that there is no such thing, which is not so.
+                message = f"which server holds `{id_[:100]}` cannot be told now: the store of sessions does not answer"
+                raise NoEndpoints(message, retry_after_s=1.0) from None
+            if placement is not None:
+                return placement.path
+        return ()
 
     def learn(self, record: RequestRecord, input_tokens: int) -> None:
         """A server counted the prompt tokens of a request that was read here."""

@@ -22,6 +22,7 @@ from common.balancing import NOBODY, Balancing
 from common.errors import (
     BadRequest,
     ConnectFailed,
+    DeadlineExceeded,
     FirstByteTimeout,
     LBError,
     Loading,
@@ -30,6 +31,7 @@ from common.errors import (
     ResetBeforeByte,
     Saturated,
     StreamBroken,
+    Unowned,
     UpstreamError,
 )
 from common.hook import Hook
@@ -153,6 +155,21 @@ class Serving:
         self._via = b"via: 1.1 %b\r\n" % self.intake.pseudonym
         self._rng = rng
 
+    def reconfigure(
+        self,
+        *,
+        attempts: int,
+        budget_ratio: float,
+        sample_ratio: float,
+        allowed_origins: tuple[str, ...],
+        dropped_headers: frozenset[bytes],
+        comment_s: float,
+    ) -> None:
+        """Other settings for the requests that come from now on."""
+        self._attempts, self._budget.ratio, self._sample_ratio = attempts, budget_ratio, sample_ratio
+        self.replies = Replies(allowed_origins)
+        self._dropped, self._comment_s = dropped_headers, comment_s
+
     # -- one request -------------------------------------------------------------------------------------------------
 
     async def serve(self, exchange: Exchange) -> None:
@@ -273,9 +290,7 @@ class Serving:
             moves = heads.find(refusal.headers, REJECTED) is not None or c.meaning in ELSEWHERE
             self.replies.refusal(c.exchange, c.api, c.record, refusal, final=not moves)
             return
-        if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
-            raise NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
-        raise failure or NoEndpoints()
+        raise _at_last(c, failure)
 
     async def _next(self, c: _Carried) -> Route | Shed:
         """Where it may go now. Where all that could take it are full, it waits for its turn in the tier it entered."""
@@ -408,6 +423,8 @@ class Serving:
             return observer.event_end + event if event and not observer.told_of_error else b""
 
         sending = Sending(exchange, head, exchange.body, judge, first_byte, break_words=break_words)
+        if c.api.creates and not c.record.from_peer and self.affinity.rules.held_timeout_s:
+            sending.saw = apis.FirstId(lambda id_: self._held_there(c, id_)).saw
         sending.patient = not c.request.stream
         if route.peer:  # the tier next to the server gives up first: it alone knows whom to blame, and where to go on
             sending.tries, sending.slack_s = self._attempts, PEER_SLACK_S * (3 - len(route.target))
@@ -421,7 +438,11 @@ class Serving:
 
     def _request_headers(self, c: _Carried, route: Route) -> bytes:
         if route.peer:
-            told = RouteHeader(c.request, route.target, c.record.executions, c.visited)
+            request = c.request
+            if request.deadline_s is not None:  # what is left of it
+                waited_s = clock.now() - c.exchange.started_at
+                request = replace(request, deadline_s=max(0.0, request.deadline_s - waited_s))
+            told = RouteHeader(request, route.target, c.record.executions, c.visited)
             return b"%b: %b\r\n" % (HEADER, self.signer.sign(told))
         if route.endpoint.engine in orca.ENGINES and heads.find(c.exchange.headers, orca.REQUEST[0]) is None:
             return self._via + ORCA_REQUEST
@@ -485,9 +506,16 @@ class Serving:
             self.lengths.learn(c.request.model, c.request.tenant, c.request.input_tokens, tokens)
         served_by = tuple(c.record.served_by.split("/"))
         if c.request.session and not c.record.from_peer and len(served_by) == 3:
-            self.affinity.remember(
-                c.request.session, Placement(served_by, c.request.input_tokens + round(tokens or 0.0))
-            )
+            mode, timeout_s = self.affinity.sticks(c.exchange.path, c.request.model)
+            if mode != "off":
+                placement = Placement(served_by, c.request.input_tokens + round(tokens or 0.0))
+                self.affinity.remember(c.request.session, placement, timeout_s)
+
+    def _held_there(self, c: _Carried, id_: str) -> None:
+        """An answer that begins has this id: what comes back to it has to come to the server that gives it."""
+        served_by = tuple(c.record.served_by.split("/"))
+        if c.exchange.status < 300 and len(served_by) == 3:
+            self.affinity.remember(apis.held_key(id_), Placement(served_by, 0), self.affinity.rules.held_timeout_s)
 
     # -- whether to try again ----------------------------------------------------------------------------------------
 
@@ -561,17 +589,28 @@ class Serving:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def _shed(self, c: _Carried, shed: Shed) -> LBError:
-        if shed.reason == "saturated":
-            return Saturated("all instances that serve this model are at their limit", retry_after_s=shed.retry_after_s)
-        if shed.reason == "loading":
-            return Loading(f"the model `{c.request.model[:200]}` is being loaded", retry_after_s=shed.retry_after_s)
-        if shed.reason == "too_large":
-            return BadRequest("the prompt is larger than any instance of this model can hold", param="messages")
-        if shed.reason == "no_placement":
-            return NoEndpoints("no instance has what the rules of placement ask for this request")
-        return NoEndpoints(
-            f"no instance of the model `{c.request.model[:200]}` is available", retry_after_s=shed.retry_after_s
-        )
+        model = c.request.model[:200]
+        refused: LBError
+        match shed.reason:
+            case "saturated":
+                words = "all instances that serve this model are at their limit"
+                refused = Saturated(words, retry_after_s=shed.retry_after_s)
+            case "loading":
+                refused = Loading(f"the model `{model}` is being loaded", retry_after_s=shed.retry_after_s)
+            case "owner_gone" | "owner_unavailable":
+                refused = Unowned("/".join(c.request.owner), gone=shed.reason == "owner_gone")
+            case "too_large":
+                refused = BadRequest("the prompt is larger than any instance of this model can hold", param="messages")
+            case "deadline_exceeded":
+                refused = DeadlineExceeded("no server is predicted to be done with it before its deadline")
+            case "residency":
+                refused = NoEndpoints("no region that the rules of residency allow for this request serves it now")
+            case "no_placement":
+                refused = NoEndpoints("no instance has what the rules of placement ask for this request")
+            case _:
+                words = f"no instance of the model `{model}` is available"
+                refused = NoEndpoints(words, retry_after_s=shed.retry_after_s)
+        return refused
 
 
 def _is_read(route: Route, status: int, headers: heads.Headers) -> bool:
@@ -579,6 +618,15 @@ def _is_read(route: Route, status: int, headers: heads.Headers) -> bool:
     if status in OVERLOAD:
         return True
     return answers.may_move(route.endpoint.engine, status) and _int(heads.find(headers, b"content-length")) <= MOST_READ
+
+
+def _at_last(c: _Carried, failure: LBError | None) -> LBError:
+    """What a client is told when nothing more is tried."""
+    if isinstance(failure, ConnectFailed):  # none of those that were tried has seen it
+        if c.request.owner:
+            return Unowned("/".join(c.request.owner), gone=False)
+        return NoEndpoints(f"no server can be reached: {failure}", retry_after_s=1.0)
+    return failure or NoEndpoints()
 
 
 def _int(value: bytes | None) -> int:

@@ -13,13 +13,13 @@ import gc
 import os
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import nullcontext, suppress
 from fnmatch import fnmatchcase
 from random import Random
 from socket import AF_INET, AF_INET6, create_server, gethostname
 from ssl import SSLContext
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 import uvicorn
@@ -29,17 +29,21 @@ from common.admin import admin_app
 from common.affinity import Affinity
 from common.balancing import Balancing
 from common.config import TierConfig
+from common.config_api import config_router
+from common.drain_api import drain_router
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.exchange import Exchange as ReplicaExchange
 from common.explain.decisions import decision_of
 from common.hook import Hook
 from common.hung import HungPeers
 from common.local import local_app
+from common.lookout import Lookout
 from common.membership import Membership
 from common.policy import balancer
 from common.policy.balancer import Policy
 from common.policy.candidate import Limits
 from common.policy.placement import placed
+from common.policy.regions import regional
 from common.policy.stages import POLICIES, policy_named
 from common.policy.waiting import Bounds
 from common.pool_metrics import PoolMetrics
@@ -49,6 +53,7 @@ from common.relay.exchange import Exchange
 from common.relay.heads import Headers
 from common.relay.relay import Relay
 from common.relay.tls import Certificates
+from common.reload import Reloader, Source
 from common.reporting import ReportServer, Tls
 from common.rollout_api import rollout_router
 from common.rollouts import Rollouts
@@ -58,12 +63,31 @@ from common.store.base import MembershipStore
 from common.telemetry import AccessLog, Telemetry
 from common.types import Path, Peer, Pool, Slo, Tier
 from common.watchdog import Watchdog
+from common.whereabouts import Whereabouts
 
 log = structlog.get_logger()
 
 ADMIN_STOP_S = 1.0
 COLLECT_AFTER = 50_000  # objects made and not freed; by Python's own 700 a fifth of all CPU time went into collecting
 ROUND_TRIPS_KEPT = 5  # the least of the last five handshakes is the distance; what is above it is scheduling
+LIVE = frozenset(  # what may change while a tier runs; the rest is an address, a name, a store, or its way to one
+    {
+        "limits",
+        "upstream",
+        "retry",
+        "health",
+        "drain",
+        "policy",
+        "affinity",
+        "residency",
+        "clients",
+        "cors",
+        "streaming",
+        "forward",
+        "network",
+        "tracing.sample_ratio",
+    }
+)
 TLS_ROUND_TRIPS = 2  # of a handshake: one for TCP, one for TLS 1.3
 
 
@@ -84,10 +108,18 @@ class TierProcess:
         *,
         serves: Callable[[Path], bool] | None = None,
         store: MembershipStore | None = None,
+        source: Source[Any] | None = None,
+        on_config: Callable[[Any], None] = lambda config: None,
+        live: Collection[str] = (),
     ) -> None:
-        if config.policy.name not in POLICIES:
-            raise ConfigError(f"policy.name: unknown policy '{config.policy.name}' (known: {', '.join(POLICIES)})")
+        """`source`: where the configuration is from, to be followed; `on_config` is told of another one, which may
+        differ in the `live` keys besides those that every tier can change.
+        """
+        verify(config)
         self.config = config
+        self._source = source
+        self._on_config = on_config
+        self._live = LIVE | frozenset(live)
         self.node = node
         self.tier = Tier.of(node)
         self.pools: Mapping[Path, Pool] = {}
@@ -120,14 +152,12 @@ class TierProcess:
         self.signer = await self._keys.signer()
         self.id = config.id or self._default_id()
         self._needs = config.placement.needs()
-        health = config.health
-        limits = Limits(config.upstream.max_in_flight, health.eject_after, health.cooldown_s, health.max_ejected_ratio)
         on_demand = config.models.on_demand
         self.balancing = Balancing(
             self.id,
             self._serves,
             self._policy,
-            limits,
+            self._limits(),
             self._rng,
             lambda model: any(fnmatchcase(model, glob) for glob in on_demand),
         )
@@ -150,6 +180,7 @@ class TierProcess:
             ttl_s=config.etcd.ttl_s,
             root=config.etcd.prefix,
             answers=self.balancing.answers,
+            adopts=bool(config.etcd.urls),
         )
         try:
             await self._listen(prepare)
@@ -183,9 +214,7 @@ class TierProcess:
 
     def _make_serving(self) -> None:
         config = self.config
-        affinity = Affinity(
-            self._affinity_store, timeout_s=config.affinity.timeout_s, max_sessions=config.affinity.max_sessions
-        )
+        affinity = Affinity(self._affinity_store, config.affinity)
         local: AsgiApp = local_app(self.balancing, lambda: not self.draining, self._versions.aliases)
 
         async def answer_locally(exchange: Exchange, added: Headers) -> None:
@@ -210,7 +239,7 @@ class TierProcess:
             hook=self._hook,
             queue=Bounds(config.queue.max_requests, config.queue.max_tokens, config.queue.timeout_s),
             allowed_origins=config.cors.allowed_origins,
-            dropped_headers=frozenset(n.lower().replace("_", "-").encode() for n in config.forward.drop_headers),
+            dropped_headers=_header_names(config.forward.drop_headers),
             comment_s=config.streaming.keepalive_comment_s,
             verified_peers=config.tls.peers_required,
         )
@@ -220,6 +249,7 @@ class TierProcess:
         self.relay.delay_of = self._delay_of
         self.relay.tls_of = self._tls_of
         self.serving.relay = self.relay
+        self._place_clients()
         self._hung = HungPeers(self.relay)
         self._watchdog = Watchdog(self.relay, self.balancing, config.health.stall_s, self._hook)
 
@@ -232,6 +262,8 @@ class TierProcess:
         self._spawn(self._keys.follow(self.signer), "route keys")
         self._spawn(self._certificates.watch(), "certificates")
         self._spawn(self.quotes.run(), "quotes")
+        if config.etcd.urls:
+            self._spawn(Lookout(self.membership, lambda: self._certificates.instances).run(), "lookout")
         exchange = ReplicaExchange(self._affinity_store, self.node, self.balancing, self._replicas)
         self._spawn(exchange.run(), "exchange between replicas")
         self._spawn(self._measure_round_trips(), "round trips")
@@ -269,11 +301,52 @@ class TierProcess:
     def _policy(self, path: Path) -> Policy:
         policy, placement = self.config.policy, self.config.placement
         named = policy_named(policy.name, policy.price_weight_s_per_usd, Tier.of(path))
-        return placed(named, self._needs, placement.adapter_load_s)
+        found = placed(named, self._needs, placement.adapter_load_s)
+        return regional(found, policy.terms(), policy.price_weight_s_per_usd) if not path else found
+
+    def _place_clients(self) -> None:
+        home = self.node[0] if self.node else ""
+        self.serving.intake.whereabouts = Whereabouts(self.config.clients, self.config.residency, home)
+
+    def _limits(self) -> Limits:
+        config = self.config
+        health = config.health
+        return Limits(config.upstream.max_in_flight, health.eject_after, health.cooldown_s, health.max_ejected_ratio)
+
+    def _reconfigure(self, config: TierConfig) -> None:
+        """Take another configuration over, at once; what is fixed is the same in both."""
+        before, self.config = self.config, config
+        if (config.policy, self._limits()) != (before.policy, self.balancing.limits):
+            self.balancing.reconfigure(self._policy, self._limits())
+        self.relay.reconfigure(config.limits, config.upstream, half_close=config.upstream.half_close)
+        self.serving.affinity.rules = config.affinity
+        self.serving.intake.slo = Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s)
+        self._place_clients()
+        self.serving.reconfigure(
+            attempts=config.retry.attempts,
+            budget_ratio=config.retry.budget_ratio,
+            sample_ratio=config.tracing.sample_ratio,
+            allowed_origins=config.cors.allowed_origins,
+            dropped_headers=_header_names(config.forward.drop_headers),
+            comment_s=config.streaming.keepalive_comment_s,
+        )
+        self._on_config(config)
 
     async def _start_admin(self) -> None:
         host, port = _split(self.config.admin)
         app = admin_app(self.id, self.node, self.balancing, self.telemetry, lambda: not self.draining, self._admin_urls)
+        app.include_router(drain_router(self.membership, self.balancing, self._admin_urls))
+        if self._source is not None:
+            reloader = Reloader(
+                self.config,
+                self._source,
+                self._reconfigure,
+                live=self._live,
+                check=verify,
+                registry=self.telemetry.registry,
+            )
+            app.include_router(config_router(reloader))
+            self._spawn(reloader.run(), "configuration")
         app.include_router(rollout_router(self.rollouts))
         try:
             socket = create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)
@@ -438,6 +511,17 @@ class TierProcess:
         self.telemetry.close()
         if self._export is not None:
             await asyncio.to_thread(self._export.close, 2.0)
+
+
+def verify(config: TierConfig) -> None:
+    """Raise ConfigError for what its types allow and no tier could run with. Asks nobody."""
+    if config.policy.name not in POLICIES:
+        raise ConfigError(f"policy.name: unknown policy '{config.policy.name}' (known: {', '.join(POLICIES)})")
+    backing.verify(config.etcd, config.redis)
+
+
+def _header_names(names: tuple[str, ...]) -> frozenset[bytes]:
+    return frozenset(name.lower().replace("_", "-").encode() for name in names)
 
 
 def spare_the_collector() -> None:

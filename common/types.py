@@ -204,6 +204,11 @@ class InferenceRequest:
     session: str = ""  # hashed session key; "" none
     warm: Path = ()  # region, cluster, instance that served this session last
     warm_tokens: int = 0  # tokens of it that may still be cached there
+    sticky: bool = False  # it goes where it was served last as long as that takes work
+    location: str = ""  # the region the client is in or near, as configured; "" unknown
+    only: tuple[str, ...] = ()  # regions it may be served in; () any,
+    never: tuple[str, ...] = ()  # but these
+    owner: Path = ()  # the one instance that can serve it, for what it holds in memory; () any
     tenant: str = ""
     priority: Priority = Priority.STANDARD
     deadline_s: float | None = None  # seconds from when this tier got it
@@ -265,7 +270,8 @@ class Pick(NamedTuple):
 
 
 class Shed(NamedTuple):
-    """Refuse it: saturated, loading, no_endpoints, no_placement, model_not_found, too_large or deadline_exceeded.
+    """Refuse it: saturated, loading, no_endpoints, no_placement, model_not_found, too_large or deadline_exceeded; for
+    what one server alone can serve, owner_gone or owner_unavailable; residency where rules leave no region.
 
     `removed`: by the filters, in order.
     """

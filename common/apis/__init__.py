@@ -5,7 +5,7 @@ headers by which a client says more, `errors` has the shape of each API's
 errors. Adding a route is one line in `routes`.
 """
 
-from common.apis.bodies import Ask, renamed, understand
+from common.apis.bodies import Ask, FirstId, held_key, renamed, understand
 from common.apis.errors import error_body, error_event
 from common.apis.hints import HINTS, Hints, read_hints
 from common.apis.hints import NOTHING as NO_HINTS
@@ -17,11 +17,13 @@ __all__ = [
     "Api",
     "Ask",
     "Family",
+    "FirstId",
     "Hints",
     "Match",
     "error_body",
     "error_event",
     "family_of",
+    "held_key",
     "match",
     "read_hints",
     "renamed",

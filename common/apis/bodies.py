@@ -42,6 +42,7 @@ class Ask:
     items: int = 0
     cap: int | None = None
     session: str = ""  # hashed; "" none
+    held: tuple[str, ...] = ()  # ids of what one server holds in memory, and this request builds on
     prefix_hashes: tuple[int, ...] = ()
     fingerprint: int = 0  # of the prompt and what it is for
 
@@ -55,8 +56,10 @@ def understand(matched: Match, header: Header, body: bytes) -> Ask:
     api = matched.api
     if api.kind is Kind.PATH:
         model = _named(matched.model) if matched.model else ""
+        held = (matched.held[:ID_CHARS],) if matched.held else ()
         fingerprint = fingerprint_of(model, api.operation, body)
-        return Ask(model, api.streams, len(body), session=session_key(Fields(), header), fingerprint=fingerprint)
+        session = session_key(Fields(), header)
+        return Ask(model, api.streams, len(body), session=session, held=held, fingerprint=fingerprint)
     if api.kind is Kind.FORM:
         model = form_field(body, header(b"content-type") or "", "model")
         items = max(1, len(body) // CLIP_BYTES)
@@ -72,6 +75,7 @@ def understand(matched: Match, header: Header, body: bytes) -> Ask:
         items,
         token_cap(fields),
         session_key(fields, header),
+        held_ids(fields) if api.creates else (),
         prefix_hashes(text) if len(text) >= PREFIX_BLOCK_BYTES else (),
         fingerprint_of(str(fields.model), api.operation, text),
     )
@@ -355,6 +359,45 @@ def session_key(fields: Fields, header: Header) -> str:
         return _hashed(value)
     cookies = header(b"cookie")
     return _hashed(_session_cookie(cookies)) if cookies else ""
+
+
+ID_CHARS = 256  # of an id that a server gave; a longer one is none of theirs
+_FIRST_ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
+ID_WITHIN_BYTES = 4096  # of an answer's beginning
+
+
+def held_ids(fields: Fields) -> tuple[str, ...]:
+    """What a request builds on and one server holds: the response before it, the conversation it belongs to."""
+    before = _text_of(fields.previous_response_id) if fields.previous_response_id else ""
+    talk = fields.conversation
+    talk_id = (_text_of(talk) or _text_of(_within(talk).id)) if talk else ""
+    return tuple(value[:ID_CHARS] for value in (before, talk_id) if value)
+
+
+def held_key(id_: str) -> str:
+    """Under what name it is remembered who holds it: apart from all sessions, and of bounded length."""
+    return "held-" + _hashed(id_)
+
+
+class FirstId:
+    """Finds the id in the beginning of an answer as it passes, whole or in events; `found` is told once."""
+
+    __slots__ = ("_begin", "_found")
+
+    def __init__(self, found: Callable[[str], None]) -> None:
+        self._begin = b""
+        self._found: Callable[[str], None] | None = found
+
+    def saw(self, data: bytes) -> None:
+        """One piece of the answer."""
+        if self._found is None:
+            return
+        self._begin += data[: ID_WITHIN_BYTES - len(self._begin)]
+        match = _FIRST_ID.search(self._begin)
+        if match is not None or len(self._begin) >= ID_WITHIN_BYTES:
+            found, self._found, self._begin = self._found, None, b""
+            if match is not None:
+                found(match[1].decode("utf-8", "replace"))
 
 
 def _session_cookie(cookies: str) -> str:

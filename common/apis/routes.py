@@ -41,13 +41,15 @@ class Api:
     kind: Kind = Kind.JSON
     streams: bool = False  # unless the request says otherwise
     model_optional: bool = False  # any server of the family can answer it
+    creates: bool = False  # what it answers with has an id, under which that server alone holds it in memory
 
 
 class Match(NamedTuple):
-    """A relayed route, and the model its path names ("" if it names none)."""
+    """A relayed route, and what its path names: the model, or the id of what one server holds in memory ("": none)."""
 
     api: Api
     model: str = ""
+    held: str = ""
 
 
 _O, _A, _K, _T, _L = Family.OPENAI, Family.ANTHROPIC, Family.KSERVE, Family.TORCHSERVE, Family.OLLAMA
@@ -57,7 +59,7 @@ EXACT: dict[tuple[str, str], Match] = {
     for path, api in {
         "/v1/chat/completions": Api(_O, "chat", generates=True),
         "/v1/completions": Api(_O, "text_completion", generates=True),
-        "/v1/responses": Api(_O, "responses", generates=True),
+        "/v1/responses": Api(_O, "responses", generates=True, creates=True),
         "/v1/embeddings": Api(_O, "embeddings"),
         "/v1/rerank": Api(_O, "rerank"),
         "/v2/rerank": Api(_O, "rerank"),
@@ -84,6 +86,9 @@ EXACT: dict[tuple[str, str], Match] = {
         "/api/show": Api(_L, "show"),
     }.items()
 } | {
+    ("POST", "/v1/conversations"): Match(
+        Api(_O, "conversations", kind=Kind.PATH, model_optional=True, creates=True),
+    ),
     ("GET", "/api/ps"): Match(Api(_L, "ps", kind=Kind.PATH, model_optional=True)),
     ("GET", "/api/version"): Match(Api(_L, "version", kind=Kind.PATH, model_optional=True)),
 }
@@ -106,6 +111,8 @@ KSERVE: dict[tuple[str, str], Api] = {
     ("GET", "config"): _LOOK,
     ("GET", ""): _LOOK,
 }
+_HELD = Api(_O, "held", kind=Kind.PATH, model_optional=True)
+HELD = re.compile(r"/v1/(?:responses/([^/]+)(?:/(?:cancel|input_items))?|conversations/([^/]+)(?:/items(?:/[^/]+)?)?)")
 TORCHSERVE_MODEL = re.compile(r"/predictions/([^/]+)(?:/[^/]+)?")
 
 
@@ -127,6 +134,9 @@ def match(method: str, path: str) -> Match | None:
     found = EXACT.get((method, path))
     if found is not None:
         return found
+    if path.startswith(("/v1/responses/", "/v1/conversations/")):
+        held = HELD.fullmatch(path) if method in ("GET", "POST", "DELETE") else None
+        return Match(_HELD, held=unquote(held[1] or held[2])) if held else None
     if path.startswith("/v2/models/"):
         model = KSERVE_MODEL.fullmatch(path)
         api = KSERVE.get((method, model[2] or "")) if model else None

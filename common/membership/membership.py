@@ -15,7 +15,9 @@ from typing import Any, Final
 import structlog
 
 from common import clock
-from common.errors import ConfigError
+from common.errors import ConfigError, StoreUnavailable
+from common.membership.drains import Drain, decode_drain, drain_path, encode_drain, key_of_drain
+from common.membership.orphans import Orphans
 from common.membership.outage import OutageGuard
 from common.membership.pools import Member, Tree, grow
 from common.membership.records import Place, decode, encode, key_of, place_of
@@ -49,7 +51,8 @@ class Membership:
     `stores`: one store for everything below `root`, or several sources, whose keys are united; a registration is
     written to each source whose prefix covers it. `ttl_s`: how long this process is presented after it has died.
     `answers(member)`: whether a balancer or instance is known to be alive by other means; asked only about those that
-    vanished in a burst after an outage (see OutageGuard), and taken for yes when not given. `now`: monotonic seconds.
+    vanished in a burst after an outage (see OutageGuard), and taken for yes when not given. `adopts`: whether instances
+    whose agent died are kept while they answer; somebody has to look then (`orphans`). `now`: monotonic seconds.
     """
 
     def __init__(
@@ -60,11 +63,13 @@ class Membership:
         ttl_s: float = TTL_S,
         root: str = ROOT,
         answers: Callable[[Member], bool] = lambda member: True,
+        adopts: bool = False,
         now: Callable[[], float] = clock.now,
     ) -> None:
         self._root = root.rstrip("/")
         sources = stores if isinstance(stores, Sequence) else [Source(stores, self._root + "/")]
         self._sources = [_Watched(source, OutageGuard(ttl_s)) for source in sources]
+        self._orphans = Orphans() if adopts else None
         self._on_change = on_change
         self._ttl_s = ttl_s
         self._answers = answers
@@ -93,17 +98,24 @@ class Membership:
 
     async def deregister(self, path: Path, id_: str) -> None:
         """Stop presenting what this process registered under this path and id, at once; nothing if there is none."""
-        for key, (place, _) in list(self._own.items()):
+        for key, (place, member) in list(self._own.items()):
             if (place.path, place.id) == (path, id_):
-                del self._own[key]
+                await self._leaving(place, member)
+                self._own.pop(key, None)
                 leases = [source.lease for source in self._covering(key) if source.lease is not None]
                 await asyncio.gather(*(lease.delete(key) for lease in leases))
 
     async def close(self) -> None:
         """Stop presenting everything, at once; `run` is ended by whoever started it."""
+        await asyncio.gather(*(self._leaving(place, member) for place, member in list(self._own.values())))
         self._own.clear()
         leases = [source.lease for source in self._sources if source.lease is not None]
         await asyncio.gather(*(lease.close() for lease in leases))
+
+    async def _leaving(self, place: Place, member: Member) -> None:
+        """An instance that leaves in order says so before its key goes, see `orphans`."""
+        if place.instance and member.phase is not Phase.DRAINING:
+            await self._register(place, replace(member, phase=Phase.DRAINING))
 
     async def _register(self, place: Place, member: Member) -> None:
         key, value = key_of(self._root, place), encode(member)
@@ -115,6 +127,35 @@ class Membership:
 
     def _covering(self, key: str) -> list[_Watched]:
         return [source for source in self._sources if key.startswith(source.prefix)]
+
+    # -- what operators want -----------------------------------------------------------------------------------------
+
+    @property
+    def drains(self) -> tuple[Drain, ...]:
+        """What takes no new work by an operator's word, in order of paths."""
+        marks = (record.drain for record in self._records.values() if record.drain is not None)
+        return tuple(sorted(marks, key=lambda drain: drain.path))
+
+    async def drain(self, drain: Drain) -> None:
+        """Have no new work sent to a region, cluster or instance until `undrain`.
+
+        Raises StoreUnavailable, and ConfigError for what is no path of one.
+        """
+        key = key_of_drain(self._root, drain.path)
+        await asyncio.gather(*(source.store.put(key, encode_drain(drain)) for source in self._covering(key)))
+
+    async def undrain(self, path: Path) -> None:
+        """Take such a mark away; nothing if there is none. Raises StoreUnavailable, ConfigError."""
+        key = key_of_drain(self._root, path)
+        await asyncio.gather(*(source.store.delete(key) for source in self._covering(key)))
+
+    async def _put_back(self, source: _Watched, lost: Mapping[str, Drain]) -> None:
+        """A store that lost its data has forgotten what operators wanted, which nobody registers again."""
+        for key, drain in lost.items():
+            try:
+                await source.store.put_if_absent(key, encode_drain(drain))
+            except StoreUnavailable as error:
+                log.warning("drain lost by the store and not put back", key=key, reason=str(error))
 
     # -- everybody's -------------------------------------------------------------------------------------------------
 
@@ -132,6 +173,19 @@ class Membership:
         return self._tree.balancers.get(path, ())
 
     @property
+    def orphans(self) -> dict[str, Endpoint]:
+        """Instances that are kept though their registration ran out, by key."""
+        kept = self._orphans.kept if self._orphans is not None else frozenset()
+        records = ((key, self._records.get(key)) for key in kept)
+        return {key: r.member for key, r in records if r is not None and isinstance(r.member, Endpoint)}
+
+    def silent(self, key: str) -> None:
+        """One of them does not answer: it is let go of."""
+        if self._orphans is not None:
+            self._orphans.silent(key)
+            self._refresh()
+
+    @property
     def tree(self) -> dict[str, Any]:
         """All of it for people to look at: plain dicts and lists, in id order."""
         regions: dict[str, Any] = {}
@@ -146,6 +200,8 @@ class Membership:
             "revision": self.pool(()).revision,
             "stale": any(source.snapshot.stale for source in self._sources),
             "unconfirmed": sorted(key for source in self._sources for key in source.guard.unconfirmed),
+            "orphans": sorted(self._orphans.kept) if self._orphans is not None else [],
+            "drains": ["/".join(drain.path) for drain in self.drains],
             "balancers": self._shown_balancers(()),
             "regions": regions,
         }
@@ -164,8 +220,15 @@ class Membership:
     async def _watch(self, source: _Watched) -> None:
         async with aclosing(source.store.watch(source.prefix)) as snapshots:
             async for snapshot in snapshots:
-                source.snapshot, source.heard = snapshot, True
+                before, source.snapshot, source.heard = source.snapshot, snapshot, True
+                emptied = not snapshot.stale and snapshot.revision < before.revision
+                lost = self._drains_lost(source) if emptied else {}
                 self._refresh()
+                await self._put_back(source, lost)
+
+    def _drains_lost(self, source: _Watched) -> dict[str, Drain]:
+        here = ((key, r.drain) for key, r in self._records.items() if key.startswith(source.prefix))
+        return {key: drain for key, drain in here if drain is not None and key not in source.snapshot.values}
 
     async def _confirm(self) -> None:
         """Look after what is unconfirmed: no snapshot comes when its time is over or it stops answering."""
@@ -185,10 +248,20 @@ class Membership:
                     "members vanished after an outage of the store, keeping them until they are confirmed or not",
                     count=len(source.guard.unconfirmed),
                 )
+        if self._orphans is not None:
+            kept = self._orphans.kept
+            removed = {key: value for source in self._sources for key, value in source.snapshot.removed.items()}
+            values = dict(self._orphans.adopt(values, removed, self._now(), self._left))
+            if self._orphans.kept - kept:
+                log.warning(
+                    "instances are registered no more without having left, keeping them while they answer",
+                    count=len(self._orphans.kept),
+                )
         self._records = {key: self._record(key, value) for key, value in values.items()}
         members = ((r.place, r.member) for r in self._records.values() if r.place is not None and r.member is not None)
         revision = sum(source.snapshot.revision for source in self._sources)
-        before, self._tree = self._tree, grow(members, revision, self._stale, self._tree)
+        drained = {r.drain.path for r in self._records.values() if r.drain is not None}
+        before, self._tree = self._tree, grow(members, revision, self._stale, self._tree, drained)
         if self._tree is not before or not self._told:
             self._told = True
             self._on_change(self._tree.pools)
@@ -201,13 +274,23 @@ class Membership:
         place = known.place if known is not None else None
         try:
             place = place or place_of(self._root, key)
-            return _Record(value, place, decode(place, value) if place is not None else None)
+            if place is not None:
+                return _Record(value, place, decode(place, value))
+            path = drain_path(self._root, key)
+            return _Record(value, None, None, decode_drain(path, value) if path is not None else None)
         except ValueError as error:
             log.warning("membership record not understood, skipped", key=key, reason=str(error))
             return _Record(value, place, None)
 
+    def _left(self, key: str, value: bytes) -> bool:
+        """Whether what a key held last was no instance that takes work."""
+        record = self._record(key, value)
+        return not isinstance(record.member, Endpoint) or record.member.phase is Phase.DRAINING
+
     def _alive(self, key: str) -> bool:
         record = self._records.get(key)
+        if record is not None and record.drain is not None:
+            return True  # it waits to be put back, and nobody would answer for it
         return record is not None and record.member is not None and self._answers(record.member)
 
     def _stale(self, path: Path) -> bool:
@@ -259,6 +342,7 @@ class _Record:
     value: bytes
     place: Place | None
     member: Member | None
+    drain: Drain | None = None
 
 
 def _shown(endpoint: Endpoint) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class OutageGuard:
         `now`: monotonic seconds. `answers(key)` is only asked about what is unconfirmed.
         """
         if stale and not self._stale:
-            self._outage_begins()
+            self._outage_begins(self._believed or values)
         elif not stale:
             if self._stale:
                 self._until = now + self._hold_s
@@ -67,11 +67,11 @@ class OutageGuard:
         self._believed = {**values, **{key: doubt.value for key, doubt in self._doubts.items()}}
         return self._believed
 
-    def _outage_begins(self) -> None:
+    def _outage_begins(self, believed: Mapping[str, bytes]) -> None:
         self._before = {}
         self._gone.clear()
         self._dead.clear()
-        for key, value in self._believed.items():
+        for key, value in believed.items():
             self._before.setdefault(key.rpartition("/")[0], {})[key] = value
 
     def _doubt(self, values: Mapping[str, bytes], now: float) -> None:

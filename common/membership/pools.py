@@ -1,14 +1,15 @@
 """How records add up to the tree of pools: regions, their clusters, their instances. Pure.
 
 A region or cluster exists as soon as it has a balancer or an instance. It serves what anything below it serves, and
-drains when all below it does. What did not change keeps its object, so whoever watches can compare by identity.
+drains when all below it does, or an operator says so. What did not change keeps its object, so whoever watches can
+compare by identity.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
 
 from common.membership.records import Place
 from common.types import Endpoint, Kind, Path, Peer, Phase, Pool
@@ -34,16 +35,28 @@ class _Node:
     children: set[Path] = field(default_factory=set)
 
 
-def grow(members: Iterable[tuple[Place, Member]], revision: int, stale: Callable[[Path], bool], previous: Tree) -> Tree:
-    """The tree of these members. Returns `previous` itself when nothing but the revision is new. Costs O(members)."""
+def grow(
+    members: Iterable[tuple[Place, Member]],
+    revision: int,
+    stale: Callable[[Path], bool],
+    previous: Tree,
+    drained: Set[Path] = frozenset(),
+) -> Tree:
+    """The tree of these members. Returns `previous` itself when nothing but the revision is new. Costs O(members).
+
+    `drained`: paths of what operators want to take no new work.
+    """
     nodes: dict[Path, _Node] = {(): _Node()}
     for place, member in members:
         node = _reach(nodes, place.path)
         if isinstance(member, Peer):
             node.peers.append(member)
         else:
-            node.instances.append(member)
-            nodes[place.path[:1]].instances.append(member)
+            endpoint = _draining(member) if drained and (*place.path, member.id) in drained else member
+            node.instances.append(endpoint)
+            # Its region drains when all of it does, and a drained cluster is drained as a whole.
+            below = _draining(endpoint) if drained and place.path in drained else endpoint
+            nodes[place.path[:1]].instances.append(below)
     for node in nodes.values():
         node.peers.sort(key=_id)
         node.instances.sort(key=_id)
@@ -54,7 +67,10 @@ def grow(members: Iterable[tuple[Place, Member]], revision: int, stale: Callable
             pools[path] = Pool(path, tuple(node.instances), revision, stale(path))
         else:
             known = {e.id: e for e in previous.pools.get(path, Pool(path)).endpoints}
-            children = (_kept(known.get(child[-1]), _above(child[-1], nodes[child])) for child in sorted(node.children))
+            children = (
+                _kept(known.get(child[-1]), _above(child[-1], nodes[child], drained=child in drained))
+                for child in sorted(node.children)
+            )
             pools[path] = Pool(path, tuple(children), revision, stale(path))
     pools = {path: _same(previous.pools.get(path), pool) for path, pool in pools.items()}
     balancers = {path: tuple(node.peers) for path, node in nodes.items() if node.peers}
@@ -71,7 +87,11 @@ def _reach(nodes: dict[Path, _Node], path: Path) -> _Node:
     return node
 
 
-def _above(id_: str, node: _Node) -> Endpoint:
+def _draining(endpoint: Endpoint) -> Endpoint:
+    return endpoint if endpoint.phase is Phase.DRAINING else replace(endpoint, phase=Phase.DRAINING)
+
+
+def _above(id_: str, node: _Node, *, drained: bool) -> Endpoint:
     """A region or cluster as an endpoint."""
     below = node.instances
     # One instance that takes any model makes the whole take any.
@@ -82,7 +102,7 @@ def _above(id_: str, node: _Node) -> Endpoint:
         balancers=tuple(node.peers),
         models=models,
         price_usd_per_hour=sum(e.price_usd_per_hour for e in below) / len(below) if below else 0.0,
-        phase=Phase.DRAINING if phases == {Phase.DRAINING} else Phase.SERVING,
+        phase=Phase.DRAINING if drained or phases == {Phase.DRAINING} else Phase.SERVING,
         fleet=tuple(sorted(Counter(e.gpu for e in below).items())),
         kinds=_kinds(below),
     )

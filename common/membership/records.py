@@ -75,23 +75,31 @@ def key_of(root: str, place: Place) -> str:
             raise ConfigError(f"{name!r} must be 1 to 64 of letters, digits, '.', '_' and '-'")
     if place.instance and len(place.path) != 2:
         raise ConfigError("an instance belongs to a cluster: its path is (region, cluster)")
-    node = "".join(f"/{kind}/{name}" for kind, name in zip(("regions", "clusters"), place.path, strict=False))
-    return f"{root}{node or '/global'}/{'instances' if place.instance else 'balancers'}/{place.id}"
+    return f"{node_key(root, place.path)}/{'instances' if place.instance else 'balancers'}/{place.id}"
+
+
+def node_key(root: str, path: Path) -> str:
+    """What the keys of all that belongs to a node begin with."""
+    node = "".join(f"/{kind}/{name}" for kind, name in zip(("regions", "clusters"), path, strict=False))
+    return f"{root}{node or '/global'}"
+
+
+def node_of(root: str, key: str) -> tuple[Path | None, str, str]:
+    """(node, kind, id) that a key is made of; the node is None where it has another shape."""
+    match key.removeprefix(f"{root}/").split("/"):
+        case ["global", kind, id_]:
+            return (), kind, id_
+        case ["regions", region, kind, id_]:
+            return (region,), kind, id_
+        case ["regions", region, "clusters", cluster, kind, id_]:
+            return (region, cluster), kind, id_
+    return None, "", ""
 
 
 def place_of(root: str, key: str) -> Place | None:
     """What a key names; None if it names neither a balancer nor an instance. Raises ValueError for a broken name."""
-    path: Path
-    match key.removeprefix(f"{root}/").split("/"):
-        case ["global", kind, id_]:
-            path = ()
-        case ["regions", region, kind, id_]:
-            path = (region,)
-        case ["regions", region, "clusters", cluster, kind, id_]:
-            path = (region, cluster)
-        case _:
-            return None
-    if kind != "balancers" and not (kind == "instances" and len(path) == 2):
+    path, kind, id_ = node_of(root, key)
+    if path is None or (kind != "balancers" and not (kind == "instances" and len(path) == 2)):
         return None
     if not all(NAME.fullmatch(name) for name in (*path, id_)):
         raise ValueError("a name in the key must be 1 to 64 of letters, digits, '.', '_' and '-'")

@@ -17,7 +17,7 @@ from statistics import median
 
 from common.policy.candidate import FULL_S, NOTHING, Candidate, Full, Limits, PoolFacts
 from common.policy.ewma import DecayingSum
-from common.policy.filters import Filter, serves_model
+from common.policy.filters import Filter, residency, serves_model
 from common.policy.health import State
 from common.policy.pickers import Picker
 from common.policy.placement import ADAPTER_LOAD_S, Needs, adapters, having_loaded, kinds_of, memory_gb
@@ -77,6 +77,8 @@ class Policy:
     learns: bool = False  # goes by speeds that are learned: an instance that never gets a request stays unknown
     in_seconds: bool = False  # totals are seconds, so that preferences can be added to them
     needs: Needs | None = None  # see `placement.placed`
+    compares: bool = False  # a filter after the first compares endpoints with each other,
+    bounds: bool = False  # or has bounds of its own for each: then all filters are asked each time
     adapter_load_s: float = ADAPTER_LOAD_S
 
 
@@ -156,6 +158,7 @@ class Balancer:
         self._off_by: dict[frozenset[str], deque[float]] = {}  # models -> logs of how far off the priors were of late
         self._taught = 0  # samples of all classes
         self._unknown: set[str] = set()  # instances whose speed few answers have told of yet
+        self._looks = False  # every filter is asked for every request
         self._held: dict[int, _Held] = {}
         self._passed: dict[
             int, tuple[Candidate, str]
@@ -231,6 +234,7 @@ class Balancer:
             del self._classes[gone]
         for models in self._off_by.keys() - {models for _, models in alive}:
             del self._off_by[models]
+        self._looks = self.policy.bounds or (self.policy.compares and len(candidates) > 1)
         self._pool.weighted = any(c.endpoint.weight != 1.0 for c in candidates)
         self._loads = any(c.endpoint.loadable for c in candidates)
         self._scorers = self.policy.scorers
@@ -240,6 +244,15 @@ class Balancer:
         self._pool.priced = any(
             c.endpoint.price_usd_per_hour > 0.0 or any(s.price_usd_per_hour > 0.0 for s in c.quoted) for c in candidates
         )
+
+    def reconfigure(self, policy: Policy, limits: Limits) -> None:
+        """Choose by another policy and within other bounds; what was learned stays."""
+        self.policy, self.limits = policy, limits
+        for c in (*self.candidates.values(), *self._gone.values()):
+            c.bounded(limits)
+            if policy.learns and c.depth == 2 and c.estimates[0].samples < TRIAL_SAMPLES:
+                self._unknown.add(c.endpoint.id)
+        self._pool_changed()
 
     def report(self, report: LoadReport, now: float) -> None:
         """Take an endpoint's report in; one of an endpoint that is not in the pool is dropped."""
@@ -305,20 +318,24 @@ class Balancer:
             self._settle(now)
         if now - self._looked_at >= LOOK_EVERY_S:
             self._look(now)
-        if self.policy.weighted:
-            self._weights.arrived(now)
-        if self._new:
-            self._arrivals.add(1.0, now)
+        self._arrived(now)
+        if request.owner or request.sticky:
+            bound = self._bound(request, exclude, now, rng)
+            if bound is not None:
+                return bound
         need: str | tuple[str, int] = request.model or request.api
         if self._needs is not None:
             need = self._needs.key(request)
         key: Key = (need, request.version) if request.version else need
-        if not exclude:
+        looks = self._looks or request.deadline_s is not None or bool(request.only) or bool(request.never)
+        if not exclude and not looks:
             plain = self._qualified.get(key)
             if plain is not None:
-                if self._only_child:
-                    return self._pass(plain[0][0], plain[1], request.model)
-                return self._take(request, plain[0], plain[1], (), now, rng)
+                return (
+                    self._pass(plain[0][0], plain[1], request.model)
+                    if self._only_child
+                    else self._take(request, plain[0], plain[1], (), now, rng)
+                )
         serving = self._serving.get(key)
         if serving is None:
             serving = self._who_serves(key, request, now, rng)
@@ -327,11 +344,37 @@ class Balancer:
         if len(serving) > COMPARED:
             decision = self._filtered(request, self._some(request, serving, now, rng), exclude, now, rng)
             return decision if isinstance(decision, Pick) else self._filtered(request, serving, exclude, now, rng)
-        if not exclude and not self._new and all(_plain(c, now) for c in serving):
+        if not exclude and not looks and not self._new and all(_plain(c, now) for c in serving):
             ids = tuple(c.endpoint.id for c in serving)
             self._qualified[key] = (serving, ids)
             return self._take(request, serving, ids, (), now, rng)
         return self._filtered(request, serving, exclude, now, rng)
+
+    def _arrived(self, now: float) -> None:
+        if self.policy.weighted:
+            self._weights.arrived(now)
+        if self._new:
+            self._arrivals.add(1.0, now)
+
+    def _bound(self, request: InferenceRequest, exclude: Iterable[str], now: float, rng: Random) -> Decision | None:
+        """The one candidate that a request is bound to; None when it is not, or no longer.
+
+        The owner of what it builds on is asked even while that drains, and nobody else ever is.
+        """
+        path = request.owner or request.warm
+        if len(path) <= len(self.parent) or path[: len(self.parent)] != self.parent:
+            return Shed("owner_gone") if request.owner else None
+        c = self.candidates.get(path[len(self.parent)])
+        if request.owner:
+            if c is None:
+                return Shed("owner_gone")
+            if c.endpoint.id in exclude or c.phase is Phase.LOADING or not c.breaker.ready(now):
+                return Shed("owner_unavailable", 1.0)
+            if not residency(request, [c], now):
+                return Shed("residency")
+        elif c is None or c.endpoint.id in exclude or not all(keep(request, [c], now) for keep in self.policy.filters):
+            return None
+        return self._take(request, [c], (c.endpoint.id,), (), now, rng)
 
     def _pass(self, c: Candidate, ids: tuple[str, ...], model: str) -> Pick:
         """The only child of a node: it is compared with nothing, so nothing is predicted and it is only counted."""
@@ -456,7 +499,7 @@ class Balancer:
             return self._unfit(request, candidates)
         if len(candidates) > 1:
             chosen = candidates[self.policy.picker(candidates, totals, rng)]
-            if self._unknown and self._turn % TRIAL_EVERY == TRIAL_EVERY - 1:
+            if self._unknown and not request.warm and self._turn % TRIAL_EVERY == TRIAL_EVERY - 1:
                 chosen = self._on_trial(candidates, totals) or chosen
         terms, reservation = self._reserve(chosen, request, now)
         if terms is UNFIT and len(candidates) == 1:
@@ -480,6 +523,8 @@ class Balancer:
 
     def _on_trial(self, candidates: Sequence[Candidate], totals: Sequence[float]) -> Candidate | None:
         """The cheapest idle instance whose speed is hardly known, unless it is predicted to be far too dear.
+
+        No session is moved for that.
 
         A prior that is too slow would else never be put right: what gets no requests teaches nothing.
         """
@@ -516,7 +561,7 @@ class Balancer:
         self._turn += 1
         c.last_turn = self._turn
         c.in_flight += 1
-        if self._new and c.endpoint.id in self._new:
+        if self._looks or (self._new and c.endpoint.id in self._new):
             c.recent.add(1.0, now)
         if c.in_flight >= c.max_in_flight:
             self._qualified.clear()
@@ -568,7 +613,11 @@ class Balancer:
         held.mark = (s.decoding_s, s.context_s, s.read_tokens, now)
 
     def _shed(self, by: str, candidates: Sequence[Candidate], removed: tuple[Removed, ...], now: float) -> Shed:
-        if by == "has_capacity":
+        if by == "residency":
+            return Shed("residency", None, removed)
+        if by == "in_time":
+            return Shed("deadline_exceeded", None, removed)
+        if by in ("has_capacity", "below_limit"):
             wait = min((c.busy_until - now for c in candidates), default=0.0)
             return Shed("saturated", max(wait, self.limits.busy_s), removed)
         if by == "not_loading":

@@ -196,6 +196,12 @@ class Candidate:
         self.foreign_seen = 0.0
         self.max_in_flight = self.limits.max_in_flight * max(1, sum(n for _, n in endpoint.fleet))
 
+    def bounded(self, limits: Limits) -> None:
+        """Other bounds from now on; what is under way or ejected stays so."""
+        self.limits = limits
+        self.max_in_flight = limits.max_in_flight * max(1, sum(n for _, n in self.endpoint.fleet))
+        self.breaker.eject_after, self.breaker.cooldown_s = limits.eject_after, limits.cooldown_s
+
     def adopt(self, endpoint: Endpoint) -> None:
         """The pool's new word on this endpoint. Learned state stays, unless another process answers there now."""
         old, self.endpoint = self.endpoint, endpoint

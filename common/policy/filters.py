@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from common.policy.placement import kinds_of
@@ -52,6 +53,28 @@ def not_ejected(request: InferenceRequest, candidates: Sequence[Candidate], now:
 def has_capacity(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
     """Has room for one more, as far as is known here."""
     return [c for c in candidates if c.has_room(request, now)]
+
+
+def in_time(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
+    """Is predicted to be done before the deadline, if there is one; the network's way included."""
+    limit = request.deadline_s
+    if limit is None:
+        return list(candidates)
+    kept = []
+    for c in candidates:
+        terms = c.cheapest(request, now, blind=not c.fresh(now))[2]
+        # What fits nowhere is no matter of time.
+        if c.round_trip_s + terms.ttft + terms.decode <= limit or terms.ttft == inf:
+            kept.append(c)
+    return kept
+
+
+def residency(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
+    """Its data may go there."""
+    only, never = request.only, request.never
+    if not only and not never:
+        return list(candidates)
+    return [c for c in candidates if (not only or c.endpoint.id in only) and c.endpoint.id not in never]
 
 
 def fits_memory(request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:

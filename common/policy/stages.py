@@ -22,6 +22,7 @@ QUALIFIES = (
     filters.not_ejected,
     filters.fits_memory,
     filters.has_capacity,
+    filters.in_time,
 )
 
 lowest, near = pickers.lowest_cost, pickers.near_lowest_cost

@@ -59,6 +59,11 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._quiet = asyncio.Event()  # set whenever the last client has left
 
+    def reconfigure(self, limits: ClientLimits, *, half_close: bool) -> None:
+        """Other bounds for those that connect from now on."""
+        self.limits, self.half_close = limits, half_close
+        self._most = most_clients(limits.max_connections)
+
     async def listen(self, host: str, port: int, *, shared: bool = False, tls: SSLContext | None = None) -> int:
         """Begin to accept; returns the port. `shared`: with other processes. Raises OSError when it cannot be bound."""
         loop = asyncio.get_running_loop()

@@ -45,6 +45,13 @@ class Relay:
         self.delay_of: Callable[[str], float] = lambda url: 0.0  # emulated round trip to a URL, seconds
         self.tls_of: Callable[[str], SSLContext | None] = lambda url: None  # what to speak to a URL
 
+    def reconfigure(self, limits: ClientLimits, upstream: UpstreamLimits, *, half_close: bool) -> None:
+        """Other bounds from now on; connections that are open keep those of clients they began with."""
+        self.listener.reconfigure(limits, half_close=half_close)
+        self._upstream = upstream
+        for pool in (*self._pools.values(), *self._retired.values()):
+            pool.limits = upstream
+
     # -- clients -----------------------------------------------------------------------------------------------------
 
     @property

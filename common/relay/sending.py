@@ -53,6 +53,7 @@ class Sending:
     first_byte: Callable[[], None]
     added: bytes = b""  # header lines added to a relayed answer's head
     replaced: tuple[bytes, ...] = ()  # prefixes of the server's header names that are left out of that head
+    saw: Callable[[bytes], None] | None = None  # told each piece of a relayed body
     break_words: Callable[[Observer, str], bytes] = lambda observer, message: b""
     patient: bool = False  # nothing is to be heard before the answer is whole
     tries: int = 1  # servers that may be tried behind the address, one after the other

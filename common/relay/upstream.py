@@ -302,6 +302,8 @@ class UpstreamConnection(asyncio.Protocol):
             if not body:
                 return
         answer.observer.saw(body)
+        if sending.saw is not None:
+            sending.saw(body)
         if self._chunked:  # known once the head is written; what is here by then is framed there
             self._out += (b"%x\r\n" % len(body), body, b"\r\n")
         else:

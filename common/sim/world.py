@@ -73,7 +73,8 @@ class World:
         self.rng = Random(seed)
         self.instances: dict[Path, Instance] = {}
         self.nodes: dict[str, Node] = {}
-        self.entries: list[Node] = []  # where clients' requests come in, dealt in turn
+        self.entries: list[Node] = []  # where clients' requests come in, dealt in turn,
+        self.enters: Callable[[int, TraceRow], Node] | None = None  # or as this says; those begin at the top stage
         self.checker = Checker(self.loop, seed) if checked else None
         self.watch: StopWatch | None = None
         self.records: list[Record] = []
@@ -257,6 +258,11 @@ class World:
         if not instance.alive and instance.boots == boots and instance.endpoint.boot != str(boots):
             self.deregister(parent, instance.endpoint.id, self.network.told_s)
 
+    def back(self, parent: Path, instance: Instance) -> None:
+        """A server that died serves again, as another process."""
+        instance.endpoint = replace(instance.endpoint, boot=str(instance.boots))
+        self._load_then_serve(instance, parent, 0.0)
+
     def _load_then_serve(self, instance: Instance, parent: Path, loading_s: float) -> None:
         """It registers as loading, takes nothing meanwhile, and then serves."""
         instance.alive = loading_s <= 0.0
@@ -287,14 +293,15 @@ class World:
 
     def _arrive(self) -> None:
         row = self._rows[self._next]
-        node = self.entries[self._next % len(self.entries)]
+        node = self.entries[self._next % len(self.entries)] if self.enters is None else self.enters(self._next, row)
+        start = node.path if self.enters is None else ()
         record = Record(self._next, self.loop.now, row.input_tokens, row.output_tokens, node=node.id)
         self._next += 1
         self._open += 1
         self.records.append(record)
         if self._next < len(self._rows):
             self.loop.at(max(self._rows[self._next].arrival_s, self.loop.now), self._arrive)
-        node.serve(Call(row, record, self._slo), Client(record, self.loop, self._ended), node.path)
+        node.serve(Call(row, record, self._slo), Client(record, self.loop, self._ended), start)
 
     def _ended(self, record: Record) -> None:
         self._open -= 1

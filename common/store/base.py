@@ -8,7 +8,7 @@ fails a request: what goes wrong is a `StoreUnavailable` that the caller counts 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.types import Path
@@ -16,11 +16,15 @@ from common.types import Path
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All keys under the watched prefix at one revision. `stale`: the store is out of reach and this was known last."""
+    """All keys under the watched prefix at one revision. `stale`: the store is out of reach and this was known last.
+
+    `removed`: of keys that were deleted since the snapshot before, the last value, where the store has seen it.
+    """
 
     values: Mapping[str, bytes]
     revision: int
     stale: bool = False
+    removed: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class Lease(Protocol):

@@ -110,10 +110,6 @@ class MemoryMembershipStore:
         self._closed = True
         self._notify()
 
-    def remove(self, key: str) -> None:
-        """Delete a key as an operator would; a live lease that presents it puts it back."""
-        self.write(key, None, None)
-
     # -- for leases --------------------------------------------------------------------------------------------------
 
     def holder(self, key: str) -> MemoryLease | None:

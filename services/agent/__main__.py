@@ -12,6 +12,7 @@ import structlog
 
 from common.errors import ConfigError, StoreUnavailable
 from common.membership import Membership
+from common.reload import Reloader, Source
 from common.store.etcd import EtcdMembershipStore, EtcdTls
 from services.agent.agent import Agent
 from services.agent.config import AgentConfig
@@ -22,11 +23,11 @@ log = structlog.get_logger()
 STORE_START_S: Final = 5.0  # etcd is given this long to answer before start-up goes on without it
 
 
-async def run(config: AgentConfig) -> None:
+async def run(config: AgentConfig, source: Source[AgentConfig] | None = None) -> None:
     """Register and report until SIGTERM or SIGINT, then leave; a second signal ends the process at once.
 
-    Raises ConfigError when it cannot start. That etcd is away is no reason not to: after a power cut agents may be up
-    before it, and what is to be registered is registered when it answers.
+    The list of instances follows `source`. Raises ConfigError when it cannot start. That etcd is away is no reason not
+    to: after a power cut agents may be up before it, and what is to be registered is registered when it answers.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -38,6 +39,7 @@ async def run(config: AgentConfig) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled)
+    following: asyncio.Task[None] | None = None
     store = _store(config)
     rng = Random(secrets.randbits(64))
     agent = Agent(config, Membership(store, ttl_s=config.etcd.ttl_s, root=config.etcd.prefix), rng)
@@ -45,9 +47,15 @@ async def run(config: AgentConfig) -> None:
     try:
         await agent.start()
         sources.start()
+        if source is not None:
+            following = asyncio.create_task(
+                Reloader(config, source, sources.reconfigure, live=("instances",)).run(), name="configuration"
+            )
         await _wait_for(store, config, stop)
         await stop.wait()
     finally:
+        if following is not None:
+            following.cancel()
         await sources.close()
         await agent.close()
         await store.close()

@@ -5,8 +5,10 @@ Heavy imports happen inside the subcommands, so that each starts with what it ne
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Coroutine
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -16,6 +18,8 @@ import typer
 from common.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from common.config import TierConfig
 
 app = typer.Typer(
@@ -33,7 +37,7 @@ Admin = Annotated[str | None, typer.Option("--admin", metavar="HOST:PORT", help=
 WorkerCount = Annotated[int | None, typer.Option("--workers", metavar="N", help="processes that share the port")]
 ADMIN_URL = "http://127.0.0.1:9080"
 
-C = TypeVar("C")
+C = TypeVar("C", bound="BaseModel")
 T = TypeVar("T", bound="TierConfig")
 
 
@@ -60,24 +64,32 @@ def _main(
     """Options of the command itself."""
 
 
-def _serve(run: Callable[[C], Coroutine[Any, Any, None]], load: Callable[[], C]) -> None:
-    """Load a configuration and run a process on it until it is told to stop."""
+def _serve(run: Callable[[C, Any], Coroutine[Any, Any, None]], load: Callable[[], C], file: Path | None) -> None:
+    """Load a configuration and run a process on it, following its file, until it is told to stop."""
     import uvloop  # noqa: PLC0415
 
     from common.config import TierConfig as AnyTier  # noqa: PLC0415
     from common.logs import configure  # noqa: PLC0415
+    from common.reload import Source  # noqa: PLC0415
 
     try:
         config = load()
         log = getattr(config, "log", None)
         configure(*((log.format, log.level) if log is not None else ()))
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it means: read the configuration again
         if isinstance(config, AnyTier) and config.workers > 1:
             config = _one_of_several(config)
-        uvloop.run(run(config))
+            load = partial(_own, load)
+        uvloop.run(run(config, Source(load, file)))
     except ConfigError as error:
         raise fail(str(error)) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _own(load: Callable[[], Any]) -> Any:
+    """The configuration that a worker has of the one it was started with, read again."""
+    return _one_of_several(load())
 
 
 def _one_of_several(config: T) -> T:
@@ -108,7 +120,7 @@ def up(
     overrides: dict[str, Any] = {"listen": listen, "admin": admin, "workers": workers}
     if instance:
         overrides["instances"] = [{"url": url} for url in instance]
-    _serve(run, lambda: load(UpConfig, config, overrides))
+    _serve(run, lambda: load(UpConfig, config, overrides), config)
 
 
 @app.command("global")
@@ -118,7 +130,7 @@ def global_(config: Config = None, listen: Listen = None, admin: Admin = None, w
     from services.global_lb.__main__ import run  # noqa: PLC0415
     from services.global_lb.config import GlobalConfig  # noqa: PLC0415
 
-    _serve(run, lambda: load(GlobalConfig, config, {"listen": listen, "admin": admin, "workers": workers}))
+    _serve(run, lambda: load(GlobalConfig, config, {"listen": listen, "admin": admin, "workers": workers}), config)
 
 
 @app.command()
@@ -128,7 +140,7 @@ def region(config: Config = None, listen: Listen = None, admin: Admin = None, wo
     from services.region_lb.__main__ import run  # noqa: PLC0415
     from services.region_lb.config import RegionConfig  # noqa: PLC0415
 
-    _serve(run, lambda: load(RegionConfig, config, {"listen": listen, "admin": admin, "workers": workers}))
+    _serve(run, lambda: load(RegionConfig, config, {"listen": listen, "admin": admin, "workers": workers}), config)
 
 
 @app.command()
@@ -138,7 +150,7 @@ def instance(config: Config = None, listen: Listen = None, admin: Admin = None, 
     from services.instance_lb.__main__ import run  # noqa: PLC0415
     from services.instance_lb.config import InstanceConfig  # noqa: PLC0415
 
-    _serve(run, lambda: load(InstanceConfig, config, {"listen": listen, "admin": admin, "workers": workers}))
+    _serve(run, lambda: load(InstanceConfig, config, {"listen": listen, "admin": admin, "workers": workers}), config)
 
 
 @app.command()
@@ -148,7 +160,7 @@ def agent(config: Config = None) -> None:
     from services.agent.__main__ import run  # noqa: PLC0415
     from services.agent.config import AgentConfig  # noqa: PLC0415
 
-    _serve(run, lambda: load(AgentConfig, config))
+    _serve(run, lambda: load(AgentConfig, config), config)
 
 
 @app.command()
@@ -176,11 +188,14 @@ def trace(
 
 GROUPS = {"rollout": "services.cli.rollout"}  # of several commands each
 ELSEWHERE = {  # commands whose options stand in a module of their own, which takes long to import
+    "check": ("services.cli.check", "check"),
     "explain": ("services.cli.ask", "explain"),
     "route": ("services.cli.ask", "route"),
     "top": ("services.cli.top", "top"),
     "whatif": ("services.cli.ask", "whatif"),
     "bench": ("services.bench.__main__", "bench"),
+    "drain": ("services.cli.drain", "drain"),
+    "undrain": ("services.cli.drain", "undrain"),
     "demo": ("services.demo.__main__", "demo"),
     "engine": ("services.engine_sim.__main__", "command"),
     "sim": ("services.sim.__main__", "sim"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -68,6 +68,8 @@ def _section(field: FieldInfo) -> tuple[type[BaseModel], str] | None:
     kind, more = field.annotation, ""
     if get_origin(kind) is tuple:
         kind, more = get_args(kind)[0], "[]"
+    elif get_origin(kind) is Mapping:
+        kind, more = get_args(kind)[1], ".NAME"
     return (kind, more) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from common.reload import Source
 from common.tier import TierProcess
 from common.types import Path
 from services.instance_lb.config import InstanceConfig
 from services.instance_lb.picker import PickerServer
 
 
-async def run(config: InstanceConfig) -> None:
-    """Serve until told to stop. Raises ConfigError when it cannot start."""
-    tier = TierProcess(config, config.node)
+async def run(config: InstanceConfig, source: Source[InstanceConfig] | None = None) -> None:
+    """Serve until told to stop, following the configuration's source. Raises ConfigError when it cannot start."""
+    tier = TierProcess(config, config.node, source=source)
     await tier.start()
     if config.picker.listen is not None:
         await start_picker(tier, config, config.picker.listen)

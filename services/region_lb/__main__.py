@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from common.reload import Source
 from common.tier import TierProcess
 from services.region_lb.config import RegionConfig
 
 
-async def run(config: RegionConfig) -> None:
-    """Serve until told to stop. Raises ConfigError when it cannot start."""
-    tier = TierProcess(config, config.node)
+async def run(config: RegionConfig, source: Source[RegionConfig] | None = None) -> None:
+    """Serve until told to stop, following the configuration's source. Raises ConfigError when it cannot start."""
+    tier = TierProcess(config, config.node, source=source)
     await tier.start()
     await tier.run()

@@ -14,6 +14,7 @@ import structlog
 
 from common import clock
 from common.errors import ConfigError
+from common.reload import Source
 from common.store.memory import MemoryMembershipStore
 from common.tier import TierProcess
 from common.types import Endpoint, LoadReport, Path, Pool
@@ -31,10 +32,18 @@ CLUSTER: Path = ("local", "local")
 FIRST_LOOK_S = 1.0  # for each server to say what it is; later is fine too, nonsense is not
 
 
-async def run(config: UpConfig) -> None:
-    """Serve until told to stop. Raises ConfigError when it cannot start."""
+async def run(config: UpConfig, source: Source[UpConfig] | None = None) -> None:
+    """Serve until told to stop, following the configuration's source. Raises ConfigError when it cannot start."""
     there = await _refuse_nonsense(config)
-    tier = TierProcess(config, (), serves=lambda path: True, store=MemoryMembershipStore())
+    tier = TierProcess(
+        config,
+        (),
+        serves=lambda path: True,
+        store=MemoryMembershipStore(),
+        source=source,
+        on_config=lambda new: monitor.watch(new.by_id),
+        live=("instances",),
+    )
     registering: set[asyncio.Task[None]] = set()
 
     def registered(work: asyncio.Task[None]) -> None:

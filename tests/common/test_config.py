@@ -327,7 +327,14 @@ SPECIAL = {
     "listen": "127.0.0.1:1",
     "admin": "127.0.0.1:1",
     "id": "x-1",
+    "affinity.routes": "[{path: /v1/completions, mode: strict}]",
     "etcd.urls": "[http://a:1]",
+    "policy.regions": "{eu: {max_in_flight: 5}}",
+    "residency.header": "x-data-residency",
+    "residency.rules": "[{tenants: [acme], allow: [eu]}]",
+    "clients.locations": "[{location: eu, networks: [10.0.0.0/8]}]",
+    "clients.location_header": "x-client-region",
+    "clients.trusted_proxies": "[10.0.0.1/32]",
     "auth.route_keys": "[one, two]",
     "cors.allowed_origins": "[https://a.example]",
     "streaming.keepalive_comment_s": "10.0",
@@ -360,6 +367,8 @@ def another(path: str, kind: Any, default: Any) -> str:
 
 def dumped(value: Any) -> Any:
     """As `model_dump` has it, where it is a list of sections."""
+    if isinstance(value, dict):
+        return {k: dumped((v,))[0] for k, v in value.items()}
     return (
         tuple(v.model_dump() if isinstance(v, BaseModel) else v for v in value) if isinstance(value, tuple) else value
     )

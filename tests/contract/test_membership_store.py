@@ -32,8 +32,7 @@ class World:
         if self.etcd is not None:
             await self.etcd.ctl("del", key)
         else:
-            assert isinstance(self.one, MemoryMembershipStore)
-            self.one.remove(key)
+            await self.one.delete(key)
 
     async def outage(self) -> None:
         if self.etcd is not None:
@@ -171,6 +170,26 @@ async def test_put_if_absent_writes_once(world: World) -> None:
         *(s.put_if_absent("/headwater/x", v) for s, v in ((world.one, b"1"), (world.two, b"2")))
     )
     assert both[0] == both[1]
+
+
+async def test_what_is_under_no_lease_stays_until_it_is_deleted(world: World) -> None:
+    key = "/headwater/global/drains/eu"
+    await world.one.put(key, b"1")
+    await world.one.put(key, b"2")
+    assert await world.two.get(key) == b"2"
+    async with watching(world.two) as watched:
+        await watched.until({key: b"2"})
+        await world.two.delete(key)
+        await world.two.delete(key)
+        await watched.until({})
+
+
+async def test_without_the_store_nothing_is_written_and_that_is_said(world: World) -> None:
+    await world.outage()
+    with pytest.raises(StoreUnavailable):
+        await world.one.put("/headwater/x", b"1")
+    with pytest.raises(StoreUnavailable):
+        await world.one.delete("/headwater/x")
 
 
 async def test_a_watch_begins_with_what_is_there_and_follows(world: World) -> None:

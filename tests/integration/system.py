@@ -202,6 +202,7 @@ class System:
             "admin": f"127.0.0.1:{addresses.admin}",
             "redis": {"url": self.redis.url, "budget_ms": 500},  # the default of 10 is for machines that are not busy
             "drain": {"grace_s": 5},
+            "log": {"format": "json"},
             "tracing": {"recent": 5000},
         }
         if tier == "region":
@@ -212,8 +213,15 @@ class System:
 
     def _add(self, command: str, name: str, values: dict[str, Any], url: str = "", line: str = "") -> None:
         config = self._folder / f"{name}.yaml"
-        config.write_text(json.dumps({**values, "etcd": {"urls": [self.etcd.url], "ttl_s": TTL_S}}))
+        etcd = {"urls": [self.etcd.url], "ttl_s": TTL_S}
+        if name in self.tiers:
+            etcd["snapshot_file"] = str(self.snapshot_file(name))
+        config.write_text(json.dumps({**values, "etcd": etcd}))
         self.processes[name] = Process(name, headwater(command, "--config", str(config)), url, line)
+
+    def snapshot_file(self, name: str) -> FilePath:
+        """Where a tier keeps what etcd said last."""
+        return self._folder / f"{name}.snapshot.json"
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -239,6 +247,8 @@ class System:
         dead = [name for name, process in self.processes.items() if process.process is None]
         await asyncio.gather(*(self.processes[name].start() for name in dead))
         await asyncio.gather(*(get(f"{self.engine_url(n)}/sim/faults", method="DELETE") for n in self.servers))
+        for mark in (await get(f"{self.admin_url}/admin/v1/drains")).json():
+            await get(f"{self.admin_url}/admin/v1/drains/{mark['path']}", method="DELETE")
         await self.settled()
 
     def discard(self) -> None:

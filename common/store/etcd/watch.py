@@ -29,13 +29,15 @@ class View:
         self.seen = False  # whether there has been a listing
         self.stale = False  # whether the last snapshot given out said so
         self._values: dict[str, bytes] = {}
+        self._removed: dict[str, bytes] = {}  # since the last snapshot
         self.key = prefix.encode()
         self.end = self.key[:-1] + bytes([self.key[-1] + 1])  # the first key after those with the prefix
 
     def snapshot(self, *, stale: bool = False) -> Snapshot:
         """The view as it is now, to be given out."""
         self.stale = stale
-        return Snapshot(dict(self._values), self.revision, stale)
+        removed, self._removed = self._removed, {}
+        return Snapshot(dict(self._values), self.revision, stale, removed)
 
     def replace(self, listing: Any) -> list[Snapshot]:
         """Take a RangeResponse as the truth; the snapshots to give out, none if nothing changed."""
@@ -56,7 +58,8 @@ class View:
         for event in events:
             key = event.kv.key.decode(errors="replace")
             if event.type == rpc.Event.DELETE:
-                self._values.pop(key, None)
+                if key in self._values:
+                    self._removed[key] = self._values.pop(key)
             else:
                 self._values[key] = event.kv.value
         if events and not response.fragment:

@@ -79,6 +79,12 @@ class Sources:
             await asyncio.sleep(pause * self._rng.uniform(0.8, 1.2))
             pause = min(2.0 * pause, MAX_RETRY_S)
 
+    def reconfigure(self, config: AgentConfig) -> None:
+        """Take another list over; the sources stay what they are."""
+        self._config = config
+        self._instances = self._merged()
+        self._on_change(config.model_copy(update={"instances": self._instances}))
+
     def _tell(self, number: int, instances: Sequence[InstanceConfig]) -> None:
         self._found[number] = instances
         merged = self._merged()

@@ -20,7 +20,21 @@ def test_help_lists_all_commands():
     shown = run("--help").stdout
     assert all(
         f" {name} " in shown
-        for name in ("up", "global", "region", "instance", "agent", "trace", "bench", "demo", "engine", "sim")
+        for name in (
+            "up",
+            "global",
+            "region",
+            "instance",
+            "agent",
+            "trace",
+            "bench",
+            "check",
+            "demo",
+            "drain",
+            "undrain",
+            "engine",
+            "sim",
+        )
     )
 
 

@@ -96,6 +96,17 @@ async def test_a_source_that_fails_takes_nothing_away_and_is_asked_again() -> No
     assert logs[1]["kept"] == 1
 
 
+async def test_another_list_leaves_what_the_sources_have() -> None:
+    found, seen = sources(
+        config(instances=[{"url": "http://10.0.0.1:80", "id": "one"}]), Told(["two=http://10.0.0.2:80"])
+    )
+    found.start()
+    await eventually(lambda: len(seen) == 1)
+    found.reconfigure(config(instances=[{"url": "http://10.0.0.3:80", "id": "three"}]))
+    await found.close()
+    assert seen[-1] == ["three=http://10.0.0.3:80", "two=http://10.0.0.2:80"]
+
+
 async def test_an_agent_registers_what_its_source_has(tmp_path: Path, etcd: EtcdServer) -> None:
     """The whole process: a container appears and goes, and so does its key."""
     key = "/headwater/regions/eu/clusters/c1/instances/gpu"
