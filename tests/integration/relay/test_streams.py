@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.fake_engine import BEFORE_HEAD, MODEL, FakeEngine, Script, Seen, event, token
-from tests.integration.clients import Raw, body_of, chat, events, get, metrics, post
+from tests.integration.clients import Raw, body_of, chat, events, get, metrics, post, total
 from tests.integration.relay.cases import PATH, exchange, is_error, records, resident_kb, seen, statuses, streamed
 from tests.integration.system import Tiers, tiers
 from tests.servers import eventually
@@ -360,5 +360,5 @@ async def test_the_admin_listener_tells_of_streams_as_of_others(depth: int) -> N
     async with tiers(FakeEngine("a", SLOW), depth=depth) as world:
         await exchange(world.url, streamed("connection: close"))
         found = await the_metrics(world)
-        assert found[f'headwater_time_to_first_token_seconds_count{{model="{MODEL}"}}'] == 1
+        assert total(found, "headwater_time_to_first_token_seconds_count", model=MODEL) == 1
         assert (await get(f"{world.admin_url}/readyz")).status == 200
