@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup compile interpret tools docs site compose charts demo sim test check lock proto clean
+.PHONY: setup compile interpret tools sbom audit docs site compose charts demo sim test check lock proto clean
 
 # The stamp's name has the lock file's checksum, so an unchanged lock costs nothing and a changed one is installed.
 STAMP := $(VENV)/.installed-$(shell cksum requirements.lock pyproject.toml | cksum | cut -d' ' -f1)
@@ -81,10 +81,20 @@ check: $(STAMP)
 UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header pyproject.toml
 lock:  # needs uv
 	$(UV_COMPILE) --all-extras -o requirements.lock
-	$(UV_COMPILE) --extra build --extra discovery -c requirements.lock -o requirements-run.lock
+	$(UV_COMPILE) --extra build --extra discovery --extra security -c requirements.lock -o requirements-run.lock
 	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	  $(patsubst %,--no-emit-package %,aws-cdk-lib aws-cdk-asset-awscli-v1 aws-cdk-asset-node-proxy-agent-v6 \
 	  aws-cdk-cloud-assembly-schema jsii constructs publication typeguard) requirements-tools.in -o requirements-tools.lock
+
+sbom: $(TOOLS)  # the bill of materials of what the image is built from: CycloneDX, with the hashes of the lock
+	@mkdir -p dist
+	.tools/bin/cyclonedx-py requirements requirements-run.lock --pyproject pyproject.toml \
+	  --output-reproducible --output-format JSON --output-file dist/headwater.cdx.json
+
+audit:  # known vulnerabilities of the same; needs the advisories of pypi.org, and fails where it cannot ask
+	$(PYTHON) -m venv .audit
+	.audit/bin/pip install --quiet --disable-pip-version-check pip-audit
+	.audit/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-run.lock
 
 proto: $(STAMP)
 	cd common/proto && ../../$(BIN)/python -m grpc_tools.protoc -I../.. --python_out=../.. --pyi_out=../.. --grpc_python_out=../.. ../../common/proto/load.proto
@@ -110,4 +120,4 @@ charts: $(STAMP)
 	$(BIN)/python deploy/kubernetes/schemas.py
 
 clean: interpret
-	rm -rf $(VENV) .tools dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .tools .audit dist build .mypy_cache .ruff_cache .pytest_cache

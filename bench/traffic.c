@@ -134,8 +134,8 @@ static void later(Served *s, int64_t at) {
 static int answer(Served *s, const char *head, const char *body) {
     if (!strncmp(head, "POST", 4)) {
         if (!strstr(body, "\"stream\":true")) return say_whole(s, "application/json", WHOLE);
-        const char *most = strstr(body, "\"max_tokens\":");
-        s->events_left = most ? atol(most + 13) : 1;
+        const char *most = strstr(body, "_tokens\":"); /* max_tokens, or max_completion_tokens, as some rewrite it */
+        s->events_left = most ? atol(most + 9) : 1;
         int64_t now = clock_ns();
         if (!say_event(s, 1)) return 0;
         if (s->events_left) later(s, now + gap_ns);

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from ipaddress import ip_network
 from pathlib import Path as FilePath
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -61,6 +62,21 @@ def _url(value: str) -> str:
     return value.rstrip("/")
 
 
+def _network(value: str) -> str:
+    try:
+        return str(ip_network(value))
+    except ValueError:
+        raise ValueError("must be an address or a network, as in 10.0.0.0/8") from None
+
+
+def _token(value: str) -> str:
+    if not re.fullmatch(r"[!-~]{16,512}", value):
+        raise ValueError("must be 16 to 512 visible characters")
+    return value
+
+
+NetworkAddress = Annotated[str, AfterValidator(_network)]
+Token = Annotated[str, AfterValidator(_token)]
 Name = Annotated[str, AfterValidator(_name)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
 Url = Annotated[str, AfterValidator(_url)]
@@ -89,6 +105,12 @@ class Limits(Section):
     """A client's connection may be idle this long between requests."""
     max_connections: Count = 10_000
     """Client connections at once; further ones are closed."""
+    max_connections_per_address: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Of these from one client address (of IPv6: one /64); further ones are closed; 0: as many as there may be."""
+    requests_per_s_per_address: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Requests a second from one client address, two seconds' worth at once; more are refused with 429; 0: no limit."""
+    unlimited_addresses: tuple[NetworkAddress, ...] = ()
+    """Networks that these two do not concern: of proxies in front and of other tiers, as in 10.0.0.0/8."""
 
 
 class Upstream(Section):
@@ -445,7 +467,7 @@ class Etcd(Section):
 class Redis(Section):
     """Session affinity shared by balancers."""
 
-    url: str = ""
+    url: Annotated[str, Field(repr=False)] = ""
     """As in redis://host:6379/0; none: sessions are known to this process alone."""
     budget_ms: Annotated[float, Field(gt=0.0, le=1000.0)] = 10.0
     """A lookup that takes longer is given up, milliseconds."""
@@ -465,10 +487,81 @@ class Tracing(Section):
 
 
 class Auth(Section):
-    """Between tiers."""
+    """Between tiers, and towards those who operate them."""
 
     route_keys: Annotated[tuple[str, ...], Field(repr=False)] = ()
     """Keys that sign the route header: the first signs, all verify; none: one that all tiers find in etcd."""
+    admin_tokens: Annotated[tuple[Token, ...], Field(repr=False, max_length=16)] = ()
+    """Tokens of which the admin listener wants one; off loopback it answers little without any are configured."""
+    open_metrics: bool = True
+    """Whether /metrics is answered to anybody who reaches the admin listener; health is in any case."""
+
+
+class Price(Section):
+    """What a model's tokens cost, US dollars for a million."""
+
+    input_usd: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Of a prompt."""
+    cached_input_usd: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    """Of a prompt, where the server had them in its cache; default: as `input_usd`."""
+    output_usd: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Of an answer."""
+
+
+class OidcIssuer(Section):
+    """A provider of tokens (OpenID Connect)."""
+
+    issuer: Annotated[str, Field(pattern=r"^https?://[^\s?#]+$", max_length=1000)]
+    """As it stands in the tokens' `iss`; an https URL."""
+    audience: Annotated[tuple[str, ...], Field(min_length=1)]
+    """What stands in the `aud` of tokens that are meant for here; one of these."""
+    jwks_url: str = ""
+    """Where its keys are; default: where its discovery document says."""
+    algorithms: Annotated[
+        tuple[Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"], ...],
+        Field(min_length=1),
+    ] = ("RS256", "ES256", "EdDSA")
+    """Signatures that are taken."""
+    tenant_claim: str = "tenant"
+    """The claim that names the tenant."""
+    tenant: str = ""
+    """The tenant of all its tokens, instead of a claim."""
+    leeway_s: Annotated[float, Field(ge=0.0, le=300.0)] = 30.0
+    """By how much clocks may differ."""
+    refresh_s: Annotated[float, Field(ge=10.0, le=86_400.0)] = 3600.0
+    """Its keys are fetched anew this often, and at once for a token with a key that is new."""
+    ca_file: str = ""
+    """Authority of its certificate; default: the system's."""
+
+
+class TenantsSection(Section):
+    """Who may call, and what each may use; without `file` and `stored` everybody may do everything."""
+
+    file: str = ""
+    """A YAML file of tenants and hashes of their keys, read again when it changes."""
+    stored: bool = False
+    """Whether they are kept in etcd instead, where the admin API and `headwater tenant` change them."""
+    anonymous: str = ""
+    """The tenant of requests without a key; default: they are refused."""
+    without_store: Literal["local", "open", "closed"] = "local"
+    """While Redis is out of reach: each balancer keeps its share of all limits (local), none (open), or refuses."""
+    budget_ms: Annotated[float, Field(gt=0.0, le=10_000.0)] = 100.0
+    """A call to Redis about limits that takes longer counts as one that failed, milliseconds."""
+    prices: Mapping[str, Price] = {}
+    """Prices by model, for `monthly_usd` and usage records; `*`: of all others."""
+    oidc: tuple[OidcIssuer, ...] = ()
+    """Providers whose tokens are taken beside keys."""
+    usage_file: str = ""
+    """A file that gets a line of JSON for each request, for bills; with `workers` each process needs one of its own."""
+    usage_stream: str = ""
+    """A Redis stream that gets the same, by its key."""
+    usage_stream_entries: Annotated[int, Field(ge=1000, le=1_000_000_000)] = 1_000_000
+    """About so many are kept in it."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether callers are asked who they are."""
+        return bool(self.file) or self.stored
 
 
 class CorsSection(Section):
@@ -582,6 +675,7 @@ class TierConfig(Section):
     redis: Redis = Redis()
     tracing: Tracing = Tracing()
     auth: Auth = Auth()
+    tenants: TenantsSection = TenantsSection()
     cors: CorsSection = CorsSection()
     streaming: Streaming = Streaming()
     forward: Forward = Forward()
@@ -593,8 +687,16 @@ class TierConfig(Section):
 C = TypeVar("C", bound=BaseModel)
 
 
-def load(model: type[C], file: str | FilePath | None = None, overrides: Mapping[str, Any] | None = None) -> C:
+def load(
+    model: type[C],
+    file: str | FilePath | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> C:
     """Read a configuration: defaults, then the file, then the environment, then `overrides` (command-line flags).
+
+    `environ` instead of this process' own, {} for a file that is no configuration of a process.
 
     Raises ConfigError naming the file, line and key at fault.
     """
@@ -604,11 +706,12 @@ def load(model: type[C], file: str | FilePath | None = None, overrides: Mapping[
     name = str(file) if file else "configuration"
     if file:
         values = _read(FilePath(file), lines)
-    _merge_environment(values, os.environ, model, given)
+    _merge_environment(values, os.environ if environ is None else environ, model, given)
     for key, value in (overrides or {}).items():
         if value is not None:
             values[key] = value
             given[key,] = "command line"
+    _read_secrets(values, model, (), lines, given)
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -654,6 +757,40 @@ def _plain(node: yaml.Node, at: Key, lines: dict[Key, int], file: FilePath) -> A
         raise ConfigError(f"{file}:{node.start_mark.line + 1}: not valid YAML: {error}") from None
 
 
+def _read_secrets(
+    values: dict[str, Any], model: type[BaseModel], at: Key, lines: dict[Key, int], given: dict[Key, str]
+) -> None:
+    """Put in the place of `password_file: FILE` a `password` with what stands in the file, for every secret key.
+
+    Of several, as `route_keys` takes, each stands on a line. Secrets are the keys that are kept out of what is printed.
+    """
+    fields = model.model_fields
+    for key, value in list(values.items()):
+        if key in fields:
+            kind = fields[key].annotation
+            if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, BaseModel):
+                _read_secrets(value, kind, (*at, key), lines, given)
+            continue
+        name = key.removesuffix("_file")
+        if name == key or name not in fields or fields[name].repr:
+            continue
+        where = given.get((*at, key)) or f"line {lines.get((*at, key), 0)}"
+        dotted = ".".join(str(part) for part in (*at, key))
+        if name in values:
+            raise ConfigError(f"{where}: {dotted}: excludes {name}")
+        try:
+            text = FilePath(str(value)).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise ConfigError(f"{where}: {dotted}: {str(value)[:200]} cannot be read: {reason}") from None
+        secrets = [line.strip() for line in text.splitlines() if line.strip()]
+        if not secrets:
+            raise ConfigError(f"{where}: {dotted}: {str(value)[:200]} is empty")
+        del values[key]
+        values[name] = secrets[0] if _is_text(model, (name,)) else secrets
+        given[*at, name] = f"{where}, of {str(value)[:200]}"
+
+
 def _merge_environment(
     values: dict[str, Any], environ: Mapping[str, str], model: type[BaseModel], given: dict[Key, str]
 ) -> None:
@@ -686,7 +823,9 @@ def _is_text(model: type[BaseModel], path: tuple[str, ...]) -> bool:
     return any((get_args(k)[0] if get_origin(k) is Annotated else k) is str for k in kinds)
 
 
-RESERVED_ENVIRONMENT = frozenset({"HEADWATER_ADMIN_URL", "HEADWATER_WORKER"})  # read by the command line, not by a tier
+RESERVED_ENVIRONMENT = frozenset(  # read by the command line, not by a tier
+    {"HEADWATER_ADMIN_TOKEN", "HEADWATER_ADMIN_TOKEN_FILE", "HEADWATER_ADMIN_URL", "HEADWATER_WORKER"}
+)
 
 
 def _explain(error: ValidationError, name: str, lines: Mapping[Key, int], given: Mapping[Key, str]) -> str:
@@ -700,6 +839,6 @@ def _explain(error: ValidationError, name: str, lines: Mapping[Key, int], given:
         return f"{where}: unknown key '{key}'"
     message = first["msg"].removeprefix("Value error, ")
     value = first.get("input")
-    secret = "key" in key or "password" in key
+    secret = any(word in key for word in ("key", "password", "token", "redis.url"))
     shown = f" (got {value!r})" if isinstance(value, str | int | float | bool) and not secret else ""
     return f"{where}: {key}: {message[0].lower()}{message[1:]}{shown}"

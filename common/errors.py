@@ -15,6 +15,10 @@
     ├── BadRequest             400  the client's mistake
     │   ├── ModelNotFound      404  no endpoint serves this model
     │   └── Unowned            404  the server that held what the request builds on is gone; 409 while it may be back
+    ├── AccessError            this caller may not, or not now; nothing was dispatched
+    │   ├── Unauthenticated    401  no credential, or none that is good
+    │   ├── Forbidden          403  a good one, for something else
+    │   └── QuotaExceeded      429  enough for now
     ├── StoreError             fails no request
     │   ├── StoreUnavailable
     │   └── LeaseLost
@@ -144,6 +148,43 @@ class Unowned(BadRequest):
             message = f"it is held in memory by {owner} alone, which takes no requests at present"
             super().__init__(message, status=409, code="owner_unavailable")
             self.retry_after_s = 1.0
+
+
+class AccessError(LBError):
+    """The caller may not do this. `headers` go with the answer."""
+
+    status = 403
+    code = "forbidden"
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        code: str = "",
+        retry_after_s: float | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.code = code or self.code
+        self.headers = headers
+
+
+class Unauthenticated(AccessError):  # noqa: N818
+    """The request has no credential, or none that is known here."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(AccessError):  # noqa: N818
+    """The credential is good, and does not allow this."""
+
+
+class QuotaExceeded(AccessError):  # noqa: N818
+    """A limit of the caller is used up for now."""
+
+    status = 429
+    code = "rate_limit_exceeded"
 
 
 class StoreError(LBError):

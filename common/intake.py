@@ -10,11 +10,12 @@ import asyncio
 import hashlib
 from dataclasses import replace
 
-from common import apis
+from common import apis, clock
 from common.affinity import Affinity
 from common.balancing import Balancing
 from common.config import Clients, Residency
-from common.errors import BadRequest, Draining, ModelNotFound, NoEndpoints, StoreUnavailable
+from common.errors import BadRequest, Draining, Forbidden, ModelNotFound, NoEndpoints, QuotaExceeded, StoreUnavailable
+from common.policy.addresses import AddressRates, client_of, within
 from common.policy.input_length import InputLength
 from common.policy.output_length import OutputLength
 from common.policy.versions import Versions
@@ -22,7 +23,9 @@ from common.records import RequestRecord
 from common.relay.coding import decoded
 from common.relay.exchange import Exchange
 from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
-from common.types import NO_SLO, InferenceRequest, Path, Slo
+from common.tenancy.gate import Admission, Gate
+from common.tenancy.keys import without_credentials, without_query_credentials
+from common.types import NO_SLO, InferenceRequest, Path, Priority, Slo
 from common.whereabouts import Whereabouts
 
 DECODED_HERE_BYTES = 65_536  # compressed bodies above this are decoded by a thread
@@ -42,6 +45,7 @@ class Intake:
         *,
         slo: Slo = NO_SLO,
         verified_peers: bool = False,
+        gate: Gate | None = None,
     ) -> None:
         self.whereabouts = Whereabouts(Clients(), Residency(), "")
         self.leaving = False  # peers are told to go elsewhere
@@ -50,25 +54,62 @@ class Intake:
         self._affinity = affinity
         self._signer = signer
         self._lengths = lengths
+        self._gate = gate
+        self._addresses = AddressRates()
         self.slo = slo  # of requests that name none
         self._versions = versions
         self._verified_peers = verified_peers  # a peer has to show a certificate as well
         # Says in `Via` that a request went from this system to a server; nobody without the key can say so.
         self.pseudonym = b"headwater-" + hashlib.sha256(b"via" + signer.keys[0]).hexdigest()[:12].encode()
 
-    async def read(self, exchange: Exchange, matched: apis.Match, record: RequestRecord) -> Route:
-        """What policy needs to know. Raises BadRequest, ModelNotFound, NoEndpoints or Draining."""
+    async def read(
+        self, exchange: Exchange, matched: apis.Match, record: RequestRecord
+    ) -> tuple[Route, Admission | None]:
+        """What policy needs to know, and what the request's tenant has been charged with, to be ended with it.
+
+        Raises BadRequest, ModelNotFound, NoEndpoints, Draining or AccessError.
+        """
         header = exchange.fields.get(HEADER)
         told = self._told(exchange, header, record) if header is not None else None
+        admission = None
         if told is None:
             node = exchange.carrier.node if exchange.carrier is not None else ()
-            told = Route(await self._understand(exchange, matched, record), node)
+            admission, request = await self._enter(exchange, matched, record, node)
+            told = Route(request, node)
         request = told.request
         record.model, record.stream, record.tenant = request.model, request.stream, request.tenant
         record.input_tokens, record.has_session = request.input_tokens, bool(request.session)
         record.predicted_output_tokens = request.output_tokens
         record.executions = told.attempts
-        return told
+        return told, admission
+
+    async def _enter(
+        self, exchange: Exchange, matched: apis.Match, record: RequestRecord, node: Path
+    ) -> tuple[Admission | None, InferenceRequest]:
+        """A client's request. Where callers are asked who they are, that comes before anything is read for them."""
+        self.count(exchange)
+        if self._gate is None:
+            request, asked = await self._understand(exchange, matched, record, "")
+            return None, request if asked is None else replace(request, priority=asked)
+        caller = self._gate.identify(exchange.headers)
+        if node and caller.tenant.spec.regions and node[0] not in caller.tenant.spec.regions:
+            raise Forbidden("this tenant is served in other regions", code="region_not_allowed")
+        record.tenant = caller.tenant.name
+        exchange.headers = without_credentials(exchange.headers)
+        exchange.target = without_query_credentials(exchange.target)
+        request, asked = await self._understand(exchange, matched, record, caller.tenant.name)
+        admission = await self._gate.admit(caller, request, asked)
+        return admission, admission.request
+
+    def count(self, exchange: Exchange) -> None:
+        """Count a client's request for its address. Raises QuotaExceeded for one of too many."""
+        client, limits = exchange.client, exchange.client.limits
+        rate = limits.requests_per_s_per_address
+        if not rate or exchange.carrier is not None or within(client.peername, limits.unlimited_addresses):
+            return  # what a gateway carries comes from its address, and is for it to limit
+        wait_s = self._addresses.take(client_of(client.peername), rate, clock.now())
+        if wait_s:
+            raise QuotaExceeded("too many requests come from your address", retry_after_s=wait_s)
 
     def _told(self, exchange: Exchange, header: bytes, record: RequestRecord) -> Route | None:
         """A peer's word on a request; None when it is no peer's."""
@@ -91,7 +132,10 @@ class Intake:
             raise Draining("this balancer is leaving")
         return told
 
-    async def _understand(self, exchange: Exchange, matched: apis.Match, record: RequestRecord) -> InferenceRequest:
+    async def _understand(
+        self, exchange: Exchange, matched: apis.Match, record: RequestRecord, tenant: str
+    ) -> tuple[InferenceRequest, Priority | None]:
+        """What is in it, and the class its header asks for."""
         if b"via" in exchange.fields and any(
             key == b"via" and self.pseudonym in value for key, value in exchange.headers
         ):
@@ -128,9 +172,10 @@ class Intake:
             ask.stream,
             input_tokens,
             ask.cap,
-            self._output_tokens(api, ask, input_tokens, hints),
+            self._output_tokens(api, ask, input_tokens, hints, tenant),
             ask.prefix_hashes,
             ask.session,
+            tenant=tenant,
             deadline_s=hints.deadline_s,
             slo=self.slo if hints.slo == NO_SLO else hints.slo,
             version=target.version,
@@ -142,12 +187,13 @@ class Intake:
         if location or only or never:
             request = replace(request, location=location, only=only, never=never)
         if ask.held and (owner := await self._owner(ask.held)):
-            return replace(request, owner=owner)
+            return replace(request, owner=owner), hints.priority
         mode, _ = self._affinity.sticks(exchange.path, model)
         placement = await self._affinity.lookup(ask.session) if ask.session and mode != "off" else None
-        if placement is None:
-            return request
-        return replace(request, warm=placement.path, warm_tokens=placement.tokens, sticky=mode == "strict")
+        if placement is not None:
+            sticky = mode == "strict"
+            request = replace(request, warm=placement.path, warm_tokens=placement.tokens, sticky=sticky)
+        return request, hints.priority
 
     async def _owner(self, held: tuple[str, ...]) -> Path:
         """The instance that holds what a request builds on; () when that is not known. Raises NoEndpoints."""
@@ -169,13 +215,13 @@ class Intake:
         if record.input_bytes:
             self.inputs.learn(record.model, record.input_bytes, record.input_items, input_tokens)
 
-    def _output_tokens(self, api: apis.Api, ask: apis.Ask, input_tokens: int, hints: apis.Hints) -> float:
+    def _output_tokens(self, api: apis.Api, ask: apis.Ask, input_tokens: int, hints: apis.Hints, tenant: str) -> float:
         """As the client expects, or as learned; 0 for what does not generate."""
         if not api.generates:
             return 0.0
         if hints.output_tokens is not None:
             return min(hints.output_tokens, ask.cap or hints.output_tokens)
-        return self._lengths.expect(ask.model, "", input_tokens, ask.cap)
+        return self._lengths.expect(ask.model, tenant, input_tokens, ask.cap)
 
     @staticmethod
     async def _decode(exchange: Exchange, codings: str) -> None:

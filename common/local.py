@@ -27,12 +27,20 @@ def local_app(balancing: Balancing, ready: Callable[[], bool], aliases: Mapping[
         models = balancing.models()
         return models | {name for name, split in aliases.items() if any(t.model in models for t in split.targets)}
 
+    def behind(name: str) -> list[str]:
+        return [target.model for target in aliases[name].targets] if name in aliases else [name]
+
     app = FastAPI(title="Headwater", docs_url=None, redoc_url=None, openapi_url=None)
+
+    def models_for(request: Request) -> list[str]:
+        """Those that are served and that the caller's tenant may use, in order."""
+        tenant = getattr(request.state, "tenant", None)
+        return sorted(m for m in served() if tenant is None or any(tenant.may_use(name) for name in behind(m)))
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """All models that some live instance serves, merged."""
-        names = sorted(served())
+        names = models_for(request)
         if "anthropic-version" in request.headers:
             listed = [{"type": "model", "id": m, "display_name": m, "created_at": EPOCH} for m in names]
             ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
@@ -40,17 +48,17 @@ def local_app(balancing: Balancing, ready: Callable[[], bool], aliases: Mapping[
         return {"object": "list", "data": [_model(m) for m in names]}
 
     @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> Response:
+    async def model(model: str, request: Request) -> Response:
         """One of them."""
-        if model in served():
+        if model in models_for(request):
             return JSONResponse(_model(model))
         error = ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
         return Response(apis.error_body(apis.Family.OPENAI, error), error.status, media_type="application/json")
 
     @app.get("/api/tags")
-    async def tags() -> dict[str, Any]:
+    async def tags(request: Request) -> dict[str, Any]:
         """The same as Ollama lists them."""
-        return {"models": [{"name": m, "model": m} for m in sorted(served())]}
+        return {"models": [{"name": m, "model": m} for m in models_for(request)]}
 
     @app.get("/health")
     @app.get("/v2/health/live")

@@ -114,6 +114,8 @@ class RequestRecord:
     input_bytes: int = 0  # of the prompt's text, where this process read it
     input_items: int = 0  # images, clips and the like beside it
     output_tokens: float | None = None
+    used_input_tokens: int | None = None  # by the server's own count; of these it had cached:
+    used_cached_tokens: int | None = None
     predicted_output_tokens: float | None = None
     stages: list[StageRecord] = field(default_factory=list)
     attempts: list[AttemptRecord] = field(default_factory=list)

@@ -11,7 +11,7 @@ from math import ceil
 import msgspec
 
 from common import apis
-from common.errors import LBError, UpstreamError
+from common.errors import AccessError, LBError, UpstreamError
 from common.records import Ending, RequestRecord
 from common.relay import cors, heads
 from common.relay.exchange import Exchange
@@ -59,15 +59,19 @@ class Replies:
         if exchange.status:
             exchange.client.cut(apis.error_event(api.family, SSE, str(error), error.code))
             return
-        headers = [JSON, *self.cors.answer(exchange.headers)]
+        headers = [JSON, *self.cors.answer(exchange.headers), *_said_with(error)]
         added = [(DECISION, record.id.encode())]
-        if error.retry_after_s is not None:
-            headers.append((b"retry-after", b"%d" % max(1, ceil(error.retry_after_s))))
         if record.from_peer:
             added += _counts(record)
             if error.elsewhere:
                 added.append((REJECTED, error.code.encode()))
         exchange.client.respond(error.status, headers, apis.error_body(api.family, error), heads.lines(added))
+
+    def denial(self, exchange: Exchange, error: AccessError) -> None:
+        """Tell whoever asks for something that is not relayed that he may not."""
+        body = apis.error_body(apis.family_of(exchange.path), error)
+        fields = [JSON, *self.cors.answer(exchange.headers), *_said_with(error)]
+        exchange.client.respond(error.status, fields, body)
 
     def refusal(
         self, exchange: Exchange, api: apis.Api, record: RequestRecord, answer: Answer, *, final: bool = False
@@ -93,6 +97,14 @@ class Replies:
         if self.cors:
             kept = [(k, v) for k, v in kept if not k.startswith(cors.PREFIX)] + self.cors.answer(exchange.headers)
         exchange.client.respond(answer.status, kept, body, heads.lines(added))
+
+
+def _said_with(error: LBError) -> heads.Headers:
+    """Headers that belong to an error."""
+    fields = list(error.headers) if isinstance(error, AccessError) else []
+    if error.retry_after_s is not None:
+        fields.append((b"retry-after", b"%d" % max(1, ceil(error.retry_after_s))))
+    return fields
 
 
 def _counts(record: RequestRecord) -> list[tuple[bytes, bytes]]:

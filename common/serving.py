@@ -20,6 +20,7 @@ from common.affinity import Affinity
 from common.answers import Meaning
 from common.balancing import NOBODY, Balancing
 from common.errors import (
+    AccessError,
     BadRequest,
     ConnectFailed,
     DeadlineExceeded,
@@ -55,6 +56,8 @@ from common.route import HEADER, RouteSigner
 from common.route import Route as RouteHeader
 from common.store.base import Placement
 from common.telemetry import Telemetry
+from common.tenancy.directory import Tenant
+from common.tenancy.gate import Admission, Gate, Used
 from common.types import InferenceRequest, Outcome, Path, Shed, Slo
 
 log = structlog.get_logger()
@@ -63,6 +66,7 @@ MOST_READ = 65_536  # bytes of an answer that is read before it is passed on; la
 MAX_TRIES = 8  # hops tried for one request, refused connections and rejections included
 MAX_WAITS = 64  # times that a request waits for tiers that refused it for load, on top of the bounds of the room
 PEER_SLACK_S = 1.0  # by how much a tier waits longer than the one below it
+RATE_LIMITS = b"x-ratelimit-"  # a server's own say nothing of the tenant's
 ORCA_REQUEST = heads.lines([orca.REQUEST])
 SPOILED = (Meaning.OOM, Meaning.DEAD)  # failures over one request that say nothing of the next
 DEAD_S = 10.0  # a server that has just died is dead for this long: who comes later has not killed it
@@ -90,6 +94,7 @@ class _Carried:
     headers: bytes  # the client's, as they go on
     visited: tuple[str, ...]
     exclude: set[Path]  # failed it
+    limits: heads.Headers  # of its tenant, for the answer
     full: set[Path] = field(default_factory=set)  # refused it for load: asked again after it has waited
     waits: int = 0  # for those that refused it
     peers_lost: int = 0
@@ -107,7 +112,7 @@ class Serving:
         affinity: Affinity,
         telemetry: Telemetry,
         signer: RouteSigner,
-        local: Callable[[Exchange, heads.Headers], Awaitable[None]],
+        local: Callable[[Exchange, heads.Headers, Tenant | None], Awaitable[None]],
         *,
         attempts: int,
         budget_ratio: float,
@@ -122,6 +127,7 @@ class Serving:
         dropped_headers: frozenset[bytes] = frozenset(),
         comment_s: float = 0.0,
         verified_peers: bool = False,
+        gate: Gate | None = None,
     ) -> None:
         self.process_id = process_id
         self.node = node
@@ -139,6 +145,7 @@ class Serving:
             versions or Versions({}, {}),
             slo=slo,
             verified_peers=verified_peers,
+            gate=gate,
         )
         self.replies = Replies(allowed_origins)
         self.queue = Queue(queue, lambda route: balancing.release(route, Outcome.IGNORED))
@@ -147,6 +154,7 @@ class Serving:
         self._deaths: dict[Path, float] = {}  # when a server was last seen to die
         self.on_versioned: Callable[[RequestRecord], None] = lambda record: None  # a request of a split ended
         self._local = local
+        self._gate = gate
         self._attempts = attempts
         self._budget = RetryBudget(budget_ratio)
         self._sample_ratio = sample_ratio
@@ -179,7 +187,7 @@ class Serving:
         if exchange.method == b"OPTIONS" and self.replies.preflight(exchange):
             return
         if matched is None:
-            await self._local(exchange, self.replies.cors.answer(exchange.headers))
+            await self._answer_here(exchange)
             return
         api = matched.api
         if b"traceparent" in exchange.fields:
@@ -187,11 +195,12 @@ class Serving:
         else:
             context = tracecontext.fresh(self._rng, self._sample_ratio)
         record = self._open(exchange, api, context, path)
+        admission: Admission | None = None
         try:
-            told = await self.intake.read(exchange, matched, record)
+            told, admission = await self.intake.read(exchange, matched, record)
             self.telemetry.began(record)
             self._refuse_quarantined(told.request)
-            await self._carry(self._carried(exchange, api, record, context, told))
+            await self._carry(self._carried(exchange, api, record, context, told, admission))
         except LBError as error:
             self.replies.error(exchange, api, record, error)
         except asyncio.CancelledError:
@@ -202,9 +211,24 @@ class Serving:
             record.status = record.status or exchange.status
             if exchange.pings is not None:
                 exchange.pings.stop()
+            if admission is not None:
+                admission.end(_used(api, record))
             self.telemetry.ended(record)
             if record.version:
                 self.on_versioned(record)
+
+    async def _answer_here(self, exchange: Exchange) -> None:
+        """What is not relayed; whether this process lives, anybody may ask."""
+        tenant = None
+        if exchange.path not in apis.HEALTH:
+            try:
+                self.intake.count(exchange)
+                if self._gate is not None:
+                    tenant = self._gate.identify(exchange.headers).tenant
+            except AccessError as error:
+                self.replies.denial(exchange, error)
+                return
+        await self._local(exchange, self.replies.cors.answer(exchange.headers), tenant)
 
     def _open(self, exchange: Exchange, api: apis.Api, context: tracecontext.TraceContext, path: str) -> RequestRecord:
         return RequestRecord(
@@ -228,12 +252,14 @@ class Serving:
         record: RequestRecord,
         context: tracecontext.TraceContext,
         told: RouteHeader,
+        admission: Admission | None,
     ) -> _Carried:
         request = told.request
+        limits = admission.headers if admission is not None else []
         # A client's stream may be kept up with comments here; what comes from a peer is kept up by that peer.
         ours = not record.from_peer and exchange.carrier is None
         if self._comment_s and request.stream and ours and api.family is not apis.Family.OLLAMA:
-            added = heads.lines([(DECISION, record.id.encode()), *self.replies.cors.answer(exchange.headers)])
+            added = heads.lines([(DECISION, record.id.encode()), *self.replies.cors.answer(exchange.headers), *limits])
             exchange.pings = Pings(exchange, self._comment_s, added)
         dropped = frozenset() if record.from_peer else self._dropped
         return _Carried(
@@ -246,6 +272,7 @@ class Serving:
             heads.passed_on(exchange.headers, dropped),
             (*told.visited, self.process_id),
             set(exchange.carrier.exclude) if exchange.carrier is not None else set(),
+            limits,
         )
 
     async def _carry(self, c: _Carried) -> None:
@@ -341,9 +368,11 @@ class Serving:
             self.balancing.peer_sent(route.peer.id)
         else:
             c.record.executions += 1
+        sending: Sending | None = None
         try:
+            sending = self._sending(c, route, attempt)
             carrier = c.exchange.carrier or self.relay
-            answer = await carrier.forward(route.url, self._sending(c, route, attempt))
+            answer = await carrier.forward(route.url, sending)
             outcome, retry_after_s = self._judged(c, route, answer)
             unreachable = c.meaning is Meaning.DEAD  # what answers for it is no server any more
             return answer
@@ -363,6 +392,7 @@ class Serving:
             raise
         finally:
             attempt.ended_at = clock.now()
+            self._note_usage(c, attempt, sending)
             cached = None
             if answer is not None and answer.relayed and c.api.generates and not route.peer:
                 cached = answer.observer.cached_tokens()
@@ -402,9 +432,7 @@ class Serving:
             if exchange.status and not _continues_events(status, headers):
                 return Verdict.COLLECT  # keep-alive comments have begun another answer than this one
             sending.added = self._response_headers(c, route, headers)
-            if self.replies.cors and not c.record.from_peer:
-                sending.added += heads.lines(self.replies.cors.answer(exchange.headers))
-                sending.replaced = (cors.PREFIX,)
+            self._add_for_client(c, sending)
             if not route.peer and (load := heads.find(headers, orca.HEADER)) is not None:
                 self.balancing.engine_load(route, orca.parse(load))
                 if heads.find(exchange.headers, orca.REQUEST[0]) is None:  # it is we who asked
@@ -429,6 +457,15 @@ class Serving:
         if route.peer:  # the tier next to the server gives up first: it alone knows whom to blame, and where to go on
             sending.tries, sending.slack_s = self._attempts, PEER_SLACK_S * (3 - len(route.target))
         return sending
+
+    def _add_for_client(self, c: _Carried, sending: Sending) -> None:
+        """What stands in an answer for whoever called this system, in the stead of a server's own."""
+        if self.replies.cors and not c.record.from_peer:
+            sending.added += heads.lines(self.replies.cors.answer(c.exchange.headers))
+            sending.replaced += (cors.PREFIX,)
+        if c.limits:
+            sending.added += heads.lines(c.limits)
+            sending.replaced += (RATE_LIMITS,)
 
     def _heard_of_strikes(self, c: _Carried, struck: int) -> None:
         """What the tiers below have seen a prompt do to servers."""
@@ -489,6 +526,16 @@ class Serving:
             self._succeeded(c, answer)
         return Outcome.SUCCESS, None
 
+    @staticmethod
+    def _note_usage(c: _Carried, attempt: AttemptRecord, sending: Sending | None) -> None:
+        """What an answer has used as far as it came, whether or not its client stayed to the end."""
+        observer = sending.observer if sending is not None else None
+        if observer is None or not observer.bytes or attempt.status >= 400:
+            return
+        c.record.used_input_tokens, c.record.used_cached_tokens = observer.input_tokens(), observer.cached_tokens()
+        if c.api.generates:
+            c.record.output_tokens = observer.output_tokens()
+
     def _succeeded(self, c: _Carried, answer: Answer) -> None:
         self.quarantine.answered(c.request.fingerprint, clock.now())
         self._learn(c, answer)
@@ -501,7 +548,6 @@ class Serving:
         if not c.api.generates:
             return
         tokens = answer.observer.output_tokens()
-        c.record.output_tokens = tokens
         if tokens is not None:
             self.lengths.learn(c.request.model, c.request.tenant, c.request.input_tokens, tokens)
         served_by = tuple(c.record.served_by.split("/"))
@@ -611,6 +657,23 @@ class Serving:
                 words = f"no instance of the model `{model}` is available"
                 refused = NoEndpoints(words, retry_after_s=shed.retry_after_s)
         return refused
+
+
+def _used(api: apis.Api, r: RequestRecord) -> Used:
+    """A finished request as its tenant is charged for it."""
+    left = r.ending is Ending.CLIENT_LEFT and bool(r.attempts)  # and leaves the work to whoever pays for it
+    output = 0 if not api.generates else None if r.output_tokens is None else round(r.output_tokens)
+    return Used(
+        r.used_input_tokens if r.used_input_tokens is not None or not left else r.input_tokens,
+        r.used_cached_tokens,
+        output,
+        r.status,
+        r.ending.value,
+        r.served_by,
+        r.operation,
+        r.started_wall_ns,
+        r.total_s,
+    )
 
 
 def _is_read(route: Route, status: int, headers: heads.Headers) -> bool:

@@ -60,6 +60,8 @@ def spans_of(record: RequestRecord) -> list[Span]:
         "headwater.ending": record.ending.value,
         "headwater.stream": record.stream,
     }
+    if record.tenant:
+        attributes["headwater.tenant"] = record.tenant
     if record.output_tokens is not None:
         attributes["gen_ai.usage.output_tokens"] = int(record.output_tokens)
     if record.served_by:

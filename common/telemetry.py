@@ -104,6 +104,7 @@ def access_line(r: RequestRecord) -> dict[str, Any]:
         "process": r.process,
         "method": r.method,
         "path": r.path,
+        "tenant": r.tenant or None,
         "model": r.model[:200],
         "stream": r.stream,
         "status": r.status,

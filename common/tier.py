@@ -34,6 +34,7 @@ from common.drain_api import drain_router
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.exchange import Exchange as ReplicaExchange
 from common.explain.decisions import decision_of
+from common.guard import Guard, peer_token
 from common.hook import Hook
 from common.hung import HungPeers
 from common.local import local_app
@@ -61,6 +62,8 @@ from common.serving import Serving
 from common.spans import OtlpExport
 from common.store.base import MembershipStore
 from common.telemetry import AccessLog, Telemetry
+from common.tenancy.build import tenants_of
+from common.tenancy.directory import Tenant
 from common.types import Path, Peer, Pool, Slo, Tier
 from common.watchdog import Watchdog
 from common.whereabouts import Whereabouts
@@ -167,6 +170,7 @@ class TierProcess:
         )
         self._affinity_store = backing.affinity_store(config.redis)
         self._make_telemetry()
+        self._tenants = await tenants_of(config, store, lambda: len(self._replicas()) + 1)
         self._make_serving()
         tls = Tls(config.tls.cert_file, config.tls.key_file, config.tls.ca_file) if config.tls.cert_file else None
         self.quotes = Quotes(
@@ -217,8 +221,12 @@ class TierProcess:
         affinity = Affinity(self._affinity_store, config.affinity)
         local: AsgiApp = local_app(self.balancing, lambda: not self.draining, self._versions.aliases)
 
-        async def answer_locally(exchange: Exchange, added: Headers) -> None:
-            await answer_with(local, exchange, added)
+        async def answer_locally(exchange: Exchange, added: Headers, tenant: Tenant | None) -> None:
+            await answer_with(local, exchange, added, {"tenant": tenant})
+
+        gate = self._tenants.gate if self._tenants is not None else None
+        if gate is not None:
+            self.telemetry.registry.register(gate.metrics)
 
         self._hook = Hook(config.health.event_url)
         self.serving = Serving(
@@ -242,6 +250,7 @@ class TierProcess:
             dropped_headers=_header_names(config.forward.drop_headers),
             comment_s=config.streaming.keepalive_comment_s,
             verified_peers=config.tls.peers_required,
+            gate=gate,
         )
         self.relay = Relay(
             self.serving.serve, _refusal, config.limits, config.upstream, half_close=config.upstream.half_close
@@ -267,6 +276,9 @@ class TierProcess:
         exchange = ReplicaExchange(self._affinity_store, self.node, self.balancing, self._replicas)
         self._spawn(exchange.run(), "exchange between replicas")
         self._spawn(self._measure_round_trips(), "round trips")
+        if self._tenants is not None:
+            self._spawn(self._tenants.run(), "tenants")
+            await self._tenants.gate.until(lambda directory: True, backing.STORE_START_S)
         self._spawn(self._watchdog.run(), "watchdog")
         self.serving.on_versioned = self.rollouts.saw
         self._spawn(self.rollouts.follow(), "rollouts")
@@ -335,6 +347,8 @@ class TierProcess:
     async def _start_admin(self) -> None:
         host, port = _split(self.config.admin)
         app = admin_app(self.id, self.node, self.balancing, self.telemetry, lambda: not self.draining, self._admin_urls)
+        if self._tenants is not None:
+            app.include_router(self._tenants.router)
         app.include_router(drain_router(self.membership, self.balancing, self._admin_urls))
         if self._source is not None:
             reloader = Reloader(
@@ -353,8 +367,10 @@ class TierProcess:
         except OSError as error:
             raise ConfigError(f"cannot listen on {self.config.admin} (admin): {error.strerror or error}") from None
         self.admin_port = int(socket.getsockname()[1])
+        auth = self.config.auth
+        guard = Guard(app, host, auth.admin_tokens, lambda: self.signer.keys, open_metrics=auth.open_metrics)
         settings = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=int(ADMIN_STOP_S)
+            guard, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=int(ADMIN_STOP_S)
         )
         self._admin = _AdminServer(settings)
         self._spawn(self._admin.serve([socket]), "admin")
@@ -405,7 +421,11 @@ class TierProcess:
     def _admin_urls(self) -> frozenset[str]:
         peers = [p for pool in self.pools.values() for e in pool.endpoints for p in e.balancers]
         peers += self.membership.balancers(())
-        return frozenset(p.admin for p in peers if p.admin and p.id != self.id)
+        token = peer_token(
+            self.signer.keys[0]
+        )  # as the password in the URL, which httpx takes for basic authentication
+        urls = (p.admin.partition("://") for p in peers if p.admin and p.id != self.id)
+        return frozenset(f"{scheme}://peer:{token}@{rest}" for scheme, _, rest in urls)
 
     def _delay_of(self, url: str) -> float:
         """The emulated round trip to a peer, by its region; 0 within our own."""
@@ -505,6 +525,8 @@ class TierProcess:
                 task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=ADMIN_STOP_S)
+        if self._tenants is not None:
+            await self._tenants.close()
         await self._affinity_store.close()
         if self._store is not None:
             await self._store.close()

@@ -211,6 +211,7 @@ class InferenceRequest:
     owner: Path = ()  # the one instance that can serve it, for what it holds in memory; () any
     tenant: str = ""
     priority: Priority = Priority.STANDARD
+    regions: tuple[str, ...] = ()  # that may serve it; none: all
     deadline_s: float | None = None  # seconds from when this tier got it
     slo: Slo = NO_SLO
     version: str = ""  # of the model, as in `policy.versions`; "": any

@@ -9,9 +9,10 @@ from common.apis.bodies import Ask, FirstId, held_key, renamed, understand
 from common.apis.errors import error_body, error_event
 from common.apis.hints import HINTS, Hints, read_hints
 from common.apis.hints import NOTHING as NO_HINTS
-from common.apis.routes import Api, Family, Match, family_of, match
+from common.apis.routes import HEALTH, Api, Family, Match, family_of, match
 
 __all__ = [
+    "HEALTH",
     "HINTS",
     "NO_HINTS",
     "Api",

@@ -12,6 +12,8 @@ from enum import Enum
 from typing import NamedTuple
 from urllib.parse import unquote
 
+HEALTH = frozenset(("/health", "/v2/health/live", "/v2/health/ready", "/ping"))  # asked by probes, which have no keys
+
 
 class Family(Enum):
     """An API family: what its errors look like, and which engines speak it."""

@@ -188,12 +188,15 @@ def descend(
     """Run stages from the node `start` down. `serves(path)`: this process is a balancer of that node itself.
 
     Every pick of the returned route holds a reservation, to be released with the outcome; on Shed none is held.
-    `exclude` has full paths of endpoints that must not be picked again for this request.
+    `exclude` has full paths of endpoints that must not be picked again for this request. Regions that may not serve it
+    are excluded where a region is chosen, and so for whoever gets it from there.
     """
     balancer = balancers.get(start)
     if balancer is None:
         return Shed("no_endpoints", 1.0)
     tried = {path[-1] for path in exclude if path[:-1] == start} if exclude else set()
+    if request.regions and not start:
+        tried |= balancer.candidates.keys() - set(request.regions)
     shed: Shed | None = None
     for _ in range(MAX_SIBLINGS):
         decision = balancer.pick(request, now, rng, tried)

@@ -6,7 +6,7 @@ Source: ASGI specification 3.0, HTTP connection scope.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -17,8 +17,11 @@ Message = MutableMapping[str, Any]
 AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 
-async def answer_with(app: AsgiApp, exchange: Exchange, added: Headers) -> None:
-    """Run the application on one request and write its answer, with some header fields more."""
+async def answer_with(app: AsgiApp, exchange: Exchange, added: Headers, state: Mapping[str, Any]) -> None:
+    """Run the application on one request and write its answer, with some header fields more.
+
+    `state`: what is known of the caller; the application finds it in `request.state`.
+    """
     path, _, query = exchange.target.partition(b"?")
     scope: Message = {
         "type": "http",
@@ -33,6 +36,7 @@ async def answer_with(app: AsgiApp, exchange: Exchange, added: Headers) -> None:
         "headers": [(k, v) for k, v in exchange.headers if not k.startswith(INTERNAL_PREFIX)],
         "client": (exchange.client.peername, 0),
         "server": None,
+        "state": dict(state),
     }
     received = False
     status, headers, body = 500, [], bytearray()

@@ -11,7 +11,11 @@ from common.relay import heads
 
 ALLOWED_METHODS = b"GET, HEAD, POST, PUT, DELETE, OPTIONS"
 PREFLIGHT_MAX_AGE_S = 600
-EXPOSED = b"x-headwater-decision, x-headwater-served-by, retry-after"
+EXPOSED = (
+    b"x-headwater-decision, x-headwater-served-by, retry-after, x-ratelimit-limit-requests, "
+    b"x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
+    b"x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
+)
 PREFIX = b"access-control-"
 
 

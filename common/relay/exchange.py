@@ -25,6 +25,9 @@ class ClientLimits(Protocol):
     write_timeout_s: float
     keepalive_timeout_s: float
     max_connections: int
+    max_connections_per_address: int
+    requests_per_s_per_address: float
+    unlimited_addresses: tuple[str, ...]
 
 
 class Carrier(Protocol):

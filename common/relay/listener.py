@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from collections import Counter
 from contextlib import suppress
 from math import inf
 from ssl import SSLContext
 from typing import cast
 
 from common import clock
+from common.policy.addresses import client_of, within
 from common.relay import heads
 from common.relay.client import ClientConnection
 from common.relay.exchange import ClientLimits, Exchange, Handler, Refusal
@@ -52,6 +54,8 @@ class Listener:
         self.half_close = half_close
         self.leaving = False  # every answer is the last of its connection
         self.connections: set[ClientConnection] = set()
+        self.closed_for_address = 0  # connections, for there were too many from the same address
+        self._clients: Counter[str] = Counter()  # connections by what counts as one address
         self._turned_away: set[TurnedAway] = set()
         self._most = most_clients(limits.max_connections)
         self._room = 0  # connections that are being closed for newcomers
@@ -92,14 +96,24 @@ class Listener:
         return len(longest)
 
     def opened(self, connection: ClientConnection) -> None:
-        """A client connected."""
+        """A client connected; one of too many from its address is closed."""
         self.connections.add(connection)
         self.sweeper.add(connection)
+        client = client_of(connection.peername)
+        self._clients[client] += 1
+        most = self.limits.max_connections_per_address
+        if most and self._clients[client] > most and not within(connection.peername, self.limits.unlimited_addresses):
+            self.closed_for_address += 1
+            connection.transport.abort()
 
     def closed(self, connection: ClientConnection) -> None:
         """It is gone."""
         self.sweeper.discard(connection)
         self.connections.discard(connection)
+        client = client_of(connection.peername)
+        self._clients[client] -= 1
+        if self._clients[client] <= 0:
+            del self._clients[client]
         self._room = max(0, self._room - 1)
         if not self.connections:
             self._quiet.set()

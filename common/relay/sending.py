@@ -58,3 +58,4 @@ class Sending:
     patient: bool = False  # nothing is to be heard before the answer is whole
     tries: int = 1  # servers that may be tried behind the address, one after the other
     slack_s: float = 0.0  # by how much every time-out is longer, so that a peer's own comes first
+    observer: Observer | None = None  # of the latest answer, from its head on

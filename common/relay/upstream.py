@@ -266,7 +266,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._keep = self._parser.should_keep_alive()
         fields = dict(reversed(headers))
         content_type = fields.get(b"content-type", b"").decode("latin-1")
-        observer = Observer(content_type, coded=b"content-encoding" in fields)
+        observer = sending.observer = Observer(content_type, coded=b"content-encoding" in fields)
         relay = sending.judge(sending, status, headers) is Verdict.RELAY
         self.answer = Answer(status, headers, relay, observer)
         self._length = length = fields.get(b"content-length")

@@ -2,7 +2,8 @@
 
 Membership lives in a `MembershipStore`: keys under leases, and one stream of consistent snapshots to whoever watches.
 Affinity lives in an `AffinityStore`: small values that expire. Neither is ever waited for longer than told, and neither
-fails a request: what goes wrong is a `StoreUnavailable` that the caller counts and lives with.
+fails a request: what goes wrong is a `StoreUnavailable` that the caller counts and lives with. Quotas that balancers
+keep together live in a `QuotaStore`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
+from common.policy.window import Draw, Grant
 from common.types import Path
 
 
@@ -73,10 +77,10 @@ class MembershipStore(Protocol):
         """Write a value (under no lease) unless the key exists; what is stored then. Raises StoreUnavailable."""
 
     async def put(self, key: str, value: bytes) -> None:
-        """Write a value under no lease: it stays until it is deleted. Raises StoreUnavailable."""
+        """Write a value, under no lease, whether there is one or not. Raises StoreUnavailable."""
 
-    async def delete(self, key: str) -> None:
-        """Delete a key, if it is there. Raises StoreUnavailable."""
+    async def delete(self, key: str) -> bool:
+        """Delete a key that is under no lease; whether there was one. Raises StoreUnavailable."""
 
     async def ping(self, timeout_s: float) -> None:
         """Return as soon as the store answers, trying until `timeout_s` is over. Raises StoreUnavailable."""
@@ -110,6 +114,67 @@ class AffinityStore(Protocol):
 
     async def ping(self, timeout_s: float) -> None:
         """Return as soon as the store takes a write, trying until `timeout_s` is over. Raises StoreUnavailable."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
+
+
+class WindowCall(msgspec.Struct, frozen=True):
+    """What is asked of one sliding window: at least `least` units or none, and at most `most`."""
+
+    limit: int
+    least: int = 0
+    most: int = 0
+    charge: int = 0  # used already, beyond what was taken for it
+    returned: tuple[Draw, ...] = ()  # taken and not spent
+
+
+class SlotCall(msgspec.Struct, frozen=True):
+    """What is asked of the places for requests under way: `least` of them or none more, and at most `most`.
+
+    `in_use` of them are kept in any case, until `ttl_s` after the last call.
+    """
+
+    limit: int
+    in_use: int
+    least: int
+    most: int
+    ttl_s: float
+
+
+class QuotaCall(msgspec.Struct, frozen=True):
+    """Everything that one balancer has to say of one tenant, and what it wants, in one round trip.
+
+    `settles` numbers what is told for good (charges, returns, amounts spent); the same number told twice by one
+    `balancer` counts once, so a call whose reply was lost may be made again. Numbers go up.
+    """
+
+    tenant: str
+    balancer: str  # different for each process and each of its starts
+    settles: int
+    month: str  # 2026-11, in UTC, by the caller's clock
+    tokens_spent: int = 0
+    micro_usd_spent: int = 0
+    requests: WindowCall | None = None
+    tokens: WindowCall | None = None
+    slots: SlotCall | None = None
+
+
+class QuotaReply(msgspec.Struct, frozen=True):
+    """What was granted: all that was asked for at least, or nothing of it. Slots: how many are held now."""
+
+    month_tokens: int
+    month_micro_usd: int
+    requests: Grant | None = None
+    tokens: Grant | None = None
+    slots: int = 0
+
+
+class QuotaStore(Protocol):
+    """What tenants may still use and have used this month, over all balancers."""
+
+    async def exchange(self, call: QuotaCall) -> QuotaReply:
+        """Settle, and take. Raises StoreUnavailable within the budget; then it may have happened or not."""
 
     async def close(self) -> None:
         """Let go of connections."""

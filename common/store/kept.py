@@ -85,9 +85,9 @@ class KeptMembershipStore:
         """See MembershipStore."""
         await self._store.put(key, value)
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str) -> bool:
         """See MembershipStore."""
-        await self._store.delete(key)
+        return await self._store.delete(key)
 
     async def ping(self, timeout_s: float) -> None:
         """See MembershipStore."""

@@ -85,10 +85,12 @@ class MemoryMembershipStore:
         self._check()
         self.write(key, value, None)
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str) -> bool:
         """See MembershipStore."""
         self._check()
+        there = key in self._keys
         self.write(key, None, None)
+        return there
 
     async def ping(self, timeout_s: float) -> None:
         """See MembershipStore."""

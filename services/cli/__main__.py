@@ -173,12 +173,14 @@ def trace(
     import msgspec  # noqa: PLC0415
 
     from common.spans import read_spans, render  # noqa: PLC0415
+    from services.cli.admin_api import token_headers  # noqa: PLC0415
 
     try:
-        reply = httpx.get(f"{admin.rstrip('/')}/admin/v1/traces/{trace_id}", params={"everywhere": True}, timeout=10)
+        url, everywhere = f"{admin.rstrip('/')}/admin/v1/traces/{trace_id}", {"everywhere": True}
+        reply = httpx.get(url, params=everywhere, headers=token_headers(), timeout=10)
         reply.raise_for_status()
         spans = read_spans(reply.content)
-    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, OSError) as error:
         raise fail(f"no trace from {admin}: {error}") from None
     if not spans:
         raise fail(f"no tier remembers the trace {trace_id}; tiers keep the last `tracing.recent` requests")
@@ -186,7 +188,11 @@ def trace(
         typer.echo(line)
 
 
-GROUPS = {"rollout": "services.cli.rollout"}  # of several commands each
+GROUPS = {  # of several commands each
+    "key": ("services.cli.tenants", "key"),
+    "rollout": ("services.cli.rollout", "app"),
+    "tenant": ("services.cli.tenants", "tenant"),
+}
 ELSEWHERE = {  # commands whose options stand in a module of their own, which takes long to import
     "check": ("services.cli.check", "check"),
     "explain": ("services.cli.ask", "explain"),
@@ -197,6 +203,7 @@ ELSEWHERE = {  # commands whose options stand in a module of their own, which ta
     "drain": ("services.cli.drain", "drain"),
     "undrain": ("services.cli.drain", "undrain"),
     "demo": ("services.demo.__main__", "demo"),
+    "certs": ("services.cli.certs", "certs"),
     "engine": ("services.engine_sim.__main__", "command"),
     "sim": ("services.sim.__main__", "sim"),
 }
@@ -207,9 +214,9 @@ def main() -> None:
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
     here = {c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands}
     known = asked in {*here, *ELSEWHERE, *GROUPS}  # else it is --help, or a slip, which lists them all
-    for name, module in GROUPS.items():
+    for name, (module, group) in GROUPS.items():
         if asked == name or not known:
-            app.add_typer(import_module(module).app, name=name)
+            app.add_typer(getattr(import_module(module), group), name=name)
     for name, (module, function) in ELSEWHERE.items():
         if asked == name or not known:
             app.command(name)(getattr(import_module(module), function))

@@ -16,6 +16,7 @@ from common.explain.decisions import Decision, StageView
 from common.explain.whatif import Counterfactual, DryRun, PolicyResult, together
 from common.explain.words import explain as in_words
 from common.explain.words import stage_lines
+from services.cli.admin_api import token_headers
 
 ADMIN_URL = "http://127.0.0.1:9080"
 TIMEOUT_S = 30.0  # a replay under a dozen policies takes some seconds
@@ -27,8 +28,10 @@ Json = Annotated[bool, typer.Option("--json", help="as the admin API gives it")]
 def asked(method: str, admin: str, path: str, kind: Any, **options: Any) -> tuple[Any, bytes]:
     """A tier's answer, decoded and as it came. Ends the command with one line when there is none."""
     try:
-        reply = httpx.request(method, admin.rstrip("/") + path, timeout=TIMEOUT_S, trust_env=False, **options)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reply = httpx.request(
+            method, admin.rstrip("/") + path, headers=token_headers(), timeout=TIMEOUT_S, trust_env=False, **options
+        )
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         raise failed(f"no answer from {admin}: {error}") from None
     try:
         if reply.status_code == 200:

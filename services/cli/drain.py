@@ -10,6 +10,7 @@ import httpx
 import typer
 
 from common import clock
+from services.cli.admin_api import token_headers
 
 ADMIN_URL = "http://127.0.0.1:9080"
 TIMEOUT_S = 10.0
@@ -50,9 +51,9 @@ def undrain(
 def _call(method: str, url: str, **options: Any) -> Any:
     """The reply's JSON. Ends the command with one line for what went wrong."""
     try:
-        reply = httpx.request(method, url, timeout=TIMEOUT_S, trust_env=False, **options)
+        reply = httpx.request(method, url, headers=token_headers(), timeout=TIMEOUT_S, trust_env=False, **options)
         value = reply.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         raise _fail(f"no answer from {url}: {error}") from None
     if reply.is_error:
         detail = value.get("detail") if isinstance(value, dict) else None

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from common.config import PlacementRule, TierConfig
+from common.config import PlacementRule, Price, TierConfig
 from services.agent.config import AgentConfig
 from services.instance_lb.config import InstanceConfig
 from services.up.config import UpConfig
@@ -31,6 +31,8 @@ def page() -> str:
         HEAD,
         "## Every tier (`headwater global`, `region`, `instance`, `up`)\n",
         *_tables(TierConfig),
+        "### `tenants.prices`: each model\n",
+        _table("tenants.prices.MODEL.", list(Price.model_fields.items())),
         "### `placement.rules`: each rule; [models.md](models.md) has examples\n",
         _table("placement.rules[].", list(PlacementRule.model_fields.items())),
         "## Where a tier stands\n\n`region` is needed by `headwater region` and `instance`, `cluster` by `instance`.\n",

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from services.cli.admin_api import token_headers
+
 ADMIN_URL = "http://127.0.0.1:9080"
 TIMEOUT_S = 10.0
 
@@ -68,9 +70,9 @@ def abort(
 def _ask(method: str, admin: str, path: str, **options: Any) -> Any:
     url = f"{admin.rstrip('/')}/admin/v1/rollouts{path}"
     try:
-        reply = httpx.request(method, url, timeout=TIMEOUT_S, **options)
+        reply = httpx.request(method, url, headers=token_headers(), timeout=TIMEOUT_S, **options)
         body = reply.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         raise _fail(f"no answer from {admin}: {error}") from None
     if reply.is_error:
         raise _fail(_reason(body) or f"{reply.status_code} from {url}")

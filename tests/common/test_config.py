@@ -309,6 +309,46 @@ def test_a_bad_flag_is_not_blamed_on_the_file(file: Path) -> None:
         load(file, "listen: ':80'\n", listen="x")
 
 
+# -- secrets in files --------------------------------------------------------------------------------------------------
+
+
+def test_secrets_come_from_files(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"password": "p w\n", "keys": "one-key\n\ntwo-key\n", "url": "redis://:x@h:1/0"}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("HEADWATER_REDIS__URL_FILE", str(tmp_path / "url"))
+    text = f"etcd: {{password_file: {tmp_path}/password}}\nauth: {{route_keys_file: {tmp_path}/keys}}\n"
+    read = load(file, text)
+    assert (read.etcd.password, read.redis.url) == ("p w", "redis://:x@h:1/0")
+    assert read.auth.route_keys == ("one-key", "two-key")
+    assert "p w" not in repr(read)
+    assert "two-key" not in repr(read)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("etcd:\n  password_file: /nowhere", ": line 2: etcd.password_file: /nowhere cannot be read"),
+        ("etcd: {password: a, password_file: /dev/null}", "etcd.password_file: excludes password"),
+        ("etcd: {password_file: /dev/null}", "etcd.password_file: /dev/null is empty"),
+        ("etcd: {prefix_file: /dev/null}", "unknown key 'etcd.prefix_file'"),  # of secrets alone
+    ],
+)
+def test_a_file_of_a_secret_that_is_of_no_use(file: Path, text: str, said: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        config.load(TierConfig, file)
+    assert said.removeprefix(": ") in str(caught.value)
+
+
+def test_a_bad_secret_from_a_file_is_not_shown(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("too short")
+    file.write_text(f"auth: {{admin_tokens_file: {tmp_path}/tokens}}")
+    with pytest.raises(ConfigError) as caught:
+        config.load(TierConfig, file)
+    assert "too short" not in str(caught.value)
+    assert "tokens" in str(caught.value)
+
+
 # -- every key -------------------------------------------------------------------------------------------------------
 
 
@@ -329,6 +369,8 @@ SPECIAL = {
     "id": "x-1",
     "affinity.routes": "[{path: /v1/completions, mode: strict}]",
     "etcd.urls": "[http://a:1]",
+    "limits.requests_per_s_per_address": "10.0",
+    "limits.unlimited_addresses": "[10.0.0.0/8]",
     "policy.regions": "{eu: {max_in_flight: 5}}",
     "residency.header": "x-data-residency",
     "residency.rules": "[{tenants: [acme], allow: [eu]}]",
@@ -336,11 +378,14 @@ SPECIAL = {
     "clients.location_header": "x-client-region",
     "clients.trusted_proxies": "[10.0.0.1/32]",
     "auth.route_keys": "[one, two]",
+    "auth.admin_tokens": "[0123456789abcdef]",
     "cors.allowed_origins": "[https://a.example]",
     "streaming.keepalive_comment_s": "10.0",
     "forward.drop_headers": "[x-one, X-Two]",
     "network.emulated_rtt_s": "{eu: 0.5}",
     "reports.listen": "127.0.0.1:1",
+    "tenants.prices": "{'*': {input_usd: 1.5}}",
+    "tenants.oidc": "[{issuer: 'https://a.example', audience: [b]}]",
     "models.on_demand": "[a*]",
     "models.aliases": "{a: b, c: {d: 1.0, e: 2.0}}",
     "models.splits": "{a: {v1: 9.0, v2: 1.0}}",
@@ -366,12 +411,12 @@ def another(path: str, kind: Any, default: Any) -> str:
 
 
 def dumped(value: Any) -> Any:
-    """As `model_dump` has it, where it is a list of sections."""
+    """As `model_dump` has it, where sections are in a list or have names of the user's."""
+    if isinstance(value, tuple):
+        return tuple(dumped(v) for v in value)
     if isinstance(value, dict):
-        return {k: dumped((v,))[0] for k, v in value.items()}
-    return (
-        tuple(v.model_dump() if isinstance(v, BaseModel) else v for v in value) if isinstance(value, tuple) else value
-    )
+        return {k: dumped(v) for k, v in value.items()}
+    return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 EVERY = [pytest.param(*key, id=".".join(key[0])) for key in keys(TierConfig)]

@@ -258,3 +258,29 @@ async def test_closing_the_store_ends_its_watches(world: World) -> None:
     await asyncio.wait_for(task, 1.0)
     with pytest.raises(StoreUnavailable):
         await world.one.get("/x")
+
+
+async def test_what_is_under_no_lease_is_written_replaced_and_deleted(world: World) -> None:
+    async with watching(world.two) as watched:
+        await watched.until({})
+        await world.one.put(P + "k", b"1")
+        assert await world.two.get(P + "k") == b"1"
+        await watched.until({P + "k": b"1"})
+        await world.two.put(P + "k", b"2")
+        await watched.until({P + "k": b"2"})
+        assert await world.one.delete(P + "k")
+        await watched.until({})
+        assert not await world.one.delete(P + "k")
+        assert await world.two.get(P + "k") is None
+
+
+async def test_nothing_is_written_or_deleted_while_the_store_is_gone(world: World) -> None:
+    await world.one.put(P + "k", b"1")
+    await world.outage()
+    with pytest.raises(StoreUnavailable):
+        await world.one.put(P + "k", b"2")
+    with pytest.raises(StoreUnavailable):
+        await world.one.delete(P + "k")
+    await world.recovery()
+    await world.one.ping(20.0)
+    assert await world.one.get(P + "k") == b"1"

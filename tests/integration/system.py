@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -108,6 +108,16 @@ class Process(Server):
 def headwater(*arguments: str) -> list[str]:
     """The command line of one of our own commands, in this very Python."""
     return [sys.executable, "-m", "services.cli", *arguments]
+
+
+async def run_command(argv: Sequence[str], *, code: int = 0, env: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """What a program writes."""
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=env
+    )
+    out, err = await process.communicate()
+    assert process.returncode == code, (argv, out, err)
+    return out.decode(), err.decode()
 
 
 def engine_process(name: str, engines: Mapping[str, int], *flags: str, profile: str = "h100") -> Process:

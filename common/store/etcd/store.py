@@ -23,9 +23,9 @@ CHECK_INTERVAL_S: Final = 1.0  # a fifth of the default time to live
 RELIST_INTERVAL_S: Final = 60.0  # the last net under lost events; 400 kB for 1,000 instances
 
 _RANGE: Final[Method] = lambda link: link.kv.Range  # noqa: E731 - names for calls
-_TXN: Final[Method] = lambda link: link.kv.Txn  # noqa: E731
 _PUT: Final[Method] = lambda link: link.kv.Put  # noqa: E731
 _DELETE: Final[Method] = lambda link: link.kv.DeleteRange  # noqa: E731
+_TXN: Final[Method] = lambda link: link.kv.Txn  # noqa: E731
 
 
 class EtcdMembershipStore:
@@ -98,9 +98,11 @@ class EtcdMembershipStore:
         """See MembershipStore."""
         await self._client.call(_PUT, rpc.PutRequest(key=key.encode(), value=value), self._timeout_s)
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str) -> bool:
         """See MembershipStore."""
-        await self._client.call(_DELETE, rpc.DeleteRangeRequest(key=key.encode()), self._timeout_s)
+        request = rpc.DeleteRangeRequest(key=key.encode())
+        # A repetition finds nothing left to delete, so of a reply that was lost it is told that nothing was there.
+        return bool((await self._client.call(_DELETE, request, self._timeout_s)).deleted)
 
     async def ping(self, timeout_s: float) -> None:
         """See MembershipStore. It is a read that needs the cluster: a member alone does not count."""

@@ -243,7 +243,7 @@ class Stream:
         pseudo, headers = messages.read(sent.headers)
         status = int(pseudo.get("status", b"0"))
         content_type = (heads.find(headers, b"content-type") or b"").decode("latin-1")
-        observer = Observer(content_type, coded=heads.find(headers, b"content-encoding") is not None)
+        observer = sending.observer = Observer(content_type, coded=heads.find(headers, b"content-encoding") is not None)
         judged = sending.judge(sending, status, headers)
         self._answer = Answer(status, headers, relayed=True, observer=observer)
         self._exchange.status = status

