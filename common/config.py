@@ -493,6 +493,8 @@ class Auth(Section):
     """Keys that sign the route header: the first signs, all verify; none: one that all tiers find in etcd."""
     admin_tokens: Annotated[tuple[Token, ...], Field(repr=False, max_length=16)] = ()
     """Tokens of which the admin listener wants one; off loopback it answers little without any are configured."""
+    admin_open: bool = False
+    """Whether the admin listener answers without tokens off loopback too: only where none but operators reach it."""
     open_metrics: bool = True
     """Whether /metrics is answered to anybody who reaches the admin listener; health is in any case."""
 

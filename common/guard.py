@@ -2,8 +2,9 @@
 
 On loopback whoever has an account on the machine is trusted, but not a page in his browser: requests from another
 origin, or under a host name that is not the machine's own (DNS rebinding), are refused. As soon as there are tokens
-each request needs one; off loopback without any, nothing but health and metrics is answered. Balancers ask each other
-with a token made of the keys that sign their route headers.
+each request needs one; off loopback without any, nothing but health and metrics is answered, unless the network is said
+to be the operators' own (`auth.admin_open`). Balancers ask each other with a token made of the keys that sign their
+route headers.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ class Guard:
         route_keys: Callable[[], Iterable[bytes]],
         *,
         open_metrics: bool,
+        open_admin: bool = False,
     ) -> None:
         self._app = app
         self._loopback = is_loopback(host)
         self._tokens = tuple(token.encode() for token in tokens)
         self._route_keys = route_keys
+        self._open_admin = open_admin and not self._tokens
         self._open = HEALTH | {METRICS} if open_metrics else HEALTH
 
     async def __call__(
@@ -86,6 +89,8 @@ class Guard:
             return None
         if _from_elsewhere(headers):
             return 403, "a page of another origin may not ask this"
+        if self._open_admin:
+            return None
         if not self._tokens and self._loopback:
             host = _host_of(headers.get(b"host", b"").decode("latin-1"))
             known = not host or is_loopback(host)

@@ -368,7 +368,14 @@ class TierProcess:
             raise ConfigError(f"cannot listen on {self.config.admin} (admin): {error.strerror or error}") from None
         self.admin_port = int(socket.getsockname()[1])
         auth = self.config.auth
-        guard = Guard(app, host, auth.admin_tokens, lambda: self.signer.keys, open_metrics=auth.open_metrics)
+        guard = Guard(
+            app,
+            host,
+            auth.admin_tokens,
+            lambda: self.signer.keys,
+            open_metrics=auth.open_metrics,
+            open_admin=auth.admin_open,
+        )
         settings = uvicorn.Config(
             guard, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=int(ADMIN_STOP_S)
         )
@@ -421,9 +428,7 @@ class TierProcess:
     def _admin_urls(self) -> frozenset[str]:
         peers = [p for pool in self.pools.values() for e in pool.endpoints for p in e.balancers]
         peers += self.membership.balancers(())
-        token = peer_token(
-            self.signer.keys[0]
-        )  # as the password in the URL, which httpx takes for basic authentication
+        token = peer_token(self.signer.keys[0])  # as a URL's password, which httpx takes for basic authentication
         urls = (p.admin.partition("://") for p in peers if p.admin and p.id != self.id)
         return frozenset(f"{scheme}://peer:{token}@{rest}" for scheme, _, rest in urls)
 

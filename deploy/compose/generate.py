@@ -57,6 +57,7 @@ x-tier: &tier # a balancer; data on 8080, admin on 9080 and load reports on 9090
 x-tier-environment: &tier-environment
   HEADWATER_LISTEN: 0.0.0.0:8080
   HEADWATER_ADMIN: 0.0.0.0:9080
+  HEADWATER_AUTH__ADMIN_OPEN: "true" # nobody but this network and this machine reaches it; else auth.admin_tokens
   HEADWATER_REPORTS__LISTEN: 0.0.0.0:9090
   HEADWATER_ETCD__URLS: '["http://etcd:2379"]'
   HEADWATER_REDIS__URL: redis://redis:6379/0

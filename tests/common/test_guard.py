@@ -29,8 +29,9 @@ async def status(
     headers: Mapping[str, str] | None = None,
     open_metrics: bool = True,
     auth: tuple[str, str] | None = None,
+    open_admin: bool = False,
 ) -> int:
-    guard = Guard(app, host, tokens, lambda: (KEY,), open_metrics=open_metrics)
+    guard = Guard(app, host, tokens, lambda: (KEY,), open_metrics=open_metrics, open_admin=open_admin)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(guard)) as client:
         reply = await client.get(asked + path, headers=headers, auth=auth)
     assert (reply.status_code == 200) == (reply.text == "in")
@@ -68,6 +69,13 @@ async def test_off_loopback_without_a_token_only_health_and_metrics_are_told(hos
     assert await status("/metrics", host=host, asked=asked, open_metrics=False) == 403
     for path in ("/admin/v1/pools", "/console", "/openapi.json", "/docs", "/livez/", "//livez", "/livez/../admin"):
         assert await status(path, host=host, asked=asked) == 403, path
+
+
+async def test_a_network_of_operators_alone_may_be_said_to_be_one() -> None:
+    asked = "http://global-1:9080"
+    assert await status(host="0.0.0.0", asked=asked, open_admin=True) == 200
+    assert await status(host="0.0.0.0", asked=asked, open_admin=True, headers={"origin": "https://evil.example"}) == 403
+    assert await status(host="0.0.0.0", asked=asked, open_admin=True, tokens=(TOKEN,)) == 401
 
 
 async def test_with_tokens_everybody_needs_one() -> None:
