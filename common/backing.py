@@ -5,11 +5,13 @@ Imports that cost are made here, when they are needed: gRPC for etcd, the Redis 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 
 import structlog
 
+from common import clock
 from common.config import Auth, Etcd, Redis
 from common.errors import ConfigError, StoreUnavailable
 from common.route import RouteSigner
@@ -20,6 +22,7 @@ from common.store.memory import MemoryAffinityStore, MemoryMembershipStore
 log = structlog.get_logger()
 
 STORE_START_S = 5.0  # etcd must answer within this when a tier starts
+STORE_AGAIN_S = 0.2  # between two attempts within that
 LEAST_KEY_BYTES = 16
 
 
@@ -97,10 +100,15 @@ class RouteKeys:
         """A signer with the keys as they are. Raises ConfigError when they cannot be read."""
         if self._configured:
             return RouteSigner(self._configured)
-        try:
-            value = await self._store.put_if_absent(self._name, secrets.token_hex(32).encode())
-        except StoreUnavailable as error:
-            raise ConfigError(f"etcd.urls: the route key cannot be read: {error}") from None
+        deadline = clock.now() + STORE_START_S
+        while True:  # a store that is only slow, on a machine where everything starts at once, is waited for
+            try:
+                value = await self._store.put_if_absent(self._name, secrets.token_hex(32).encode())
+                break
+            except StoreUnavailable as error:
+                if clock.now() >= deadline:
+                    raise ConfigError(f"etcd.urls: the route key cannot be read: {error}") from None
+                await asyncio.sleep(STORE_AGAIN_S)
         keys = keys_in(value)
         if not keys:
             raise ConfigError(f"etcd: {self._name} holds no key of at least {LEAST_KEY_BYTES} characters")

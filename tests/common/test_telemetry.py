@@ -357,6 +357,7 @@ def test_the_access_line_of_a_request() -> None:
         "error": None,
         "served_by": "eu/c1/i1",
         "from_peer": True,
+        "tenant": None,
         "attempts": 2,
         "queued_s": 0.0,
         "input_tokens": 100,

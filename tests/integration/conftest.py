@@ -14,6 +14,9 @@ from tests.integration.system import System, complaints
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    if item.path.name == "test_console.py":
+        # The browser is started as a subprocess, for which uvloop forks, and gRPC's threads do not take that well.
+        return {"asyncio": asyncio.new_event_loop}
     return {"uvloop": uvloop.new_event_loop}
 
 

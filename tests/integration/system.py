@@ -9,6 +9,8 @@ import asyncio
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -17,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from random import Random
 from typing import Any
+
+import pytest
 
 from common.config import TierConfig
 from common.store.memory import MemoryMembershipStore
@@ -112,12 +116,31 @@ def headwater(*arguments: str) -> list[str]:
 
 async def run_command(argv: Sequence[str], *, code: int = 0, env: Mapping[str, str] | None = None) -> tuple[str, str]:
     """What a program writes."""
-    process = await asyncio.create_subprocess_exec(
-        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=env
+    ended, out, err = await run(*argv, env=env)
+    assert ended == code, (argv, out, err)
+    return out, err
+
+
+async def run(*argv: str, env: Mapping[str, str] | None = None, timeout_s: float = 60.0) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command; no process of its group may be left."""
+    # Not asyncio's own subprocesses: under uvloop they fork, which gRPC's threads do not take well.
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env,
+        start_new_session=True,
     )
-    out, err = await process.communicate()
-    assert process.returncode == code, (argv, out, err)
-    return out.decode(), err.decode()
+    try:
+        out, err = await asyncio.to_thread(process.communicate, timeout=timeout_s)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    return process.returncode, out.decode(), err.decode()
 
 
 def engine_process(name: str, engines: Mapping[str, int], *flags: str, profile: str = "h100") -> Process:

@@ -18,7 +18,7 @@ import pytest
 from tests.fake_engine import MODEL, FakeEngine, Script
 from tests.integration.clients import chat
 from tests.integration.relay.cases import PATH
-from tests.integration.system import Tiers, tiers
+from tests.integration.system import Tiers, run, tiers
 from tests.proxies import FRONTS, Front
 from tests.servers import eventually
 
@@ -130,9 +130,8 @@ async def clients_get_http_2(f: Fronted) -> None:
     if shutil.which("curl") is not None:  # which speaks it
         ask = ["--http2", "-sN", "--cacert", f.proxy.ca, f.proxy.url + PATH, "-H", "content-type: application/json"]
         ask += ["-d", chat(MODEL, stream=True).decode(), "-w", "%{http_version}"]
-        run = await asyncio.create_subprocess_exec("curl", *ask, stdout=asyncio.subprocess.PIPE)
-        out, _ = await run.communicate()
-        assert out.decode().endswith("[DONE]\n\n2")
+        _, out, _ = await run("curl", *ask)
+        assert out.endswith("[DONE]\n\n2")
 
 
 async def leaving_is_noticed(f: Fronted) -> None:

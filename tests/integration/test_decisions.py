@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from common.explain.whatif import Counterfactual, DryRun
 from common.policy.stages import POLICIES
 from tests.fake_engine import FakeEngine, Script
 from tests.integration.clients import Response, get
-from tests.integration.system import CLUSTER, Tiers, tiers
+from tests.integration.system import CLUSTER, Tiers, run, tiers
 from tests.servers import eventually
 
 
@@ -37,12 +36,7 @@ async def decisions(world: Tiers, reply: Response, tiers: int) -> list[Decision]
 
 async def headwater(*arguments: str) -> tuple[int, str, str]:
     """Run one of the commands, beside the tiers of this very process."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.cli", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, err = await asyncio.wait_for(process.communicate(), 60.0)
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
+    return await run(sys.executable, "-m", "services.cli", *arguments)
 
 
 async def post_json(url: str, value: Any) -> httpx.Response:

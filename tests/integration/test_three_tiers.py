@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI, NotFoundError
 
 from tests.integration.clients import Raw, ask, body_of, chat, events, get, metrics, post, total
-from tests.integration.system import ENGINES, GLOBALS, LONER, MODEL, REGIONS, System, headwater
+from tests.integration.system import ENGINES, GLOBALS, LONER, MODEL, REGIONS, System, headwater, run
 from tests.servers import eventually
 
 PATH = "/v1/chat/completions"
@@ -25,16 +25,6 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 200  # long enough for 
 
 def openai(system: System, name: str = GLOBALS[0]) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{system.tiers[name].url}/v1", api_key="none", max_retries=0, timeout=30.0)
-
-
-async def run(*argv: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command."""
-    process = await asyncio.create_subprocess_exec(
-        *argv, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    async with asyncio.timeout(30.0):
-        out, err = await process.communicate()
-    return process.returncode or 0, out.decode(), err.decode()
 
 
 # -- clients -----------------------------------------------------------------------------------------------------------

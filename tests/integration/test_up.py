@@ -20,7 +20,7 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from tests.fake_engine import MODEL as FAKE_MODEL
 from tests.fake_engine import FakeEngine, Script
 from tests.integration.clients import Raw, ask, chat, events, get, metrics, post, total
-from tests.integration.system import MODEL, PORTS, Addresses, Process, engine_process, headwater
+from tests.integration.system import MODEL, PORTS, Addresses, Process, engine_process, headwater, run
 from tests.servers import eventually, free_port
 
 PATH = "/v1/chat/completions"
@@ -232,31 +232,10 @@ async def test_a_second_signal_ends_it_at_once() -> None:
 # -- what cannot start -------------------------------------------------------------------------------------------------
 
 
-async def run(*argv: str, timeout_s: float = 30.0, **environment: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command; no process of its group may be left."""
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **environment},
-        start_new_session=True,
-    )
-    try:
-        async with asyncio.timeout(timeout_s):
-            out, err = await process.communicate()
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
-    return process.returncode or 0, out.decode(), err.decode()
-
-
 async def refused(*arguments: str, **environment: str) -> str:
     """The one line with which a command that cannot start ends."""
     began = time.monotonic()
-    code, out, err = await run(*headwater(*arguments), **environment)
+    code, out, err = await run(*headwater(*arguments), env={**os.environ, **environment})
     print(f"{' '.join(arguments)}: {err.strip()} ({time.monotonic() - began:.1f} s)")
     assert code == 1
     assert len(err.strip().splitlines()) == 1, err

@@ -31,7 +31,7 @@ def test_tenants_are_told_apart_where_asked() -> None:
             lengths.learn(TraceRow(0.0, 500, 10, client="short"))
             lengths.learn(TraceRow(0.0, 500, 800, client="long"))
     short = TraceRow(0.0, 500, 0 + 1, client="short")
-    assert apart.expect(short) == pytest.approx(10.0)
+    assert apart.expect(short) < 100.0  # drawn a little to the mean of all until there is more of its own
     assert plain.expect(short) > 300.0
 
 
