@@ -200,9 +200,10 @@ async def test_a_port_that_takes_connections_and_resets_them_is_no_server(depth:
     a, b = FakeEngine("a"), FakeEngine("b")
     async with tiers(a, b, depth=depth) as world:
         a.slams = True
-        statuses = [(await world.chat()).status for _ in range(20)]
+        statuses = [(await world.chat()).status for _ in range(40)]
         assert set(statuses) <= {200, 502}
-        assert statuses[-5:] == [200] * 5  # ejected by now
+        assert statuses.count(502) <= 6
+        assert statuses[-10:] == [200] * 10  # ejected by now, after fewer and fewer tries
         assert not a.seen
         await eventually(world.idle, 5.0)
 
