@@ -1,6 +1,6 @@
 """Compares ways to choose a region in virtual time: seconds, goodput, traffic abroad, dollars.
 
-    python bench/regions.py ../shared/traces/azure2023_conv.csv.gz             at load 0.75
+    python bench/regions.py azure2023_conv.csv.gz                              at load 0.75
     python bench/regions.py TRACE --load 0.9 --requests 14000 --quote-s 1.0
 
 Three regions of two clusters of eight servers each, day and night a third of a day apart (`common/sim/regions.py`). The

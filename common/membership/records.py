@@ -1,4 +1,4 @@
-"""What is stored of balancers and instances: keys as in DESIGN.md, values in JSON with a schema version.
+"""What is stored of balancers and instances: keys by place in the tree, values in JSON with a schema version.
 
 Readers skip what they do not know: fields are ignored, records of a later schema or of a wrong shape are refused one by
 one. So versions may run beside each other as long as `schema` stays, and a bad record costs itself only.

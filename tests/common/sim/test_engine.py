@@ -101,7 +101,7 @@ class Job:
 
 
 def brute_force(v: Speed, jobs: list[Job]) -> None:
-    """First token and end of each job, straight from SCHEDULING.md 3.1."""
+    """First token and end of each job, straight from the definition of a step."""
     now, queue, batch = 0.0, list(jobs), []
     while queue or batch:
         if not batch:
