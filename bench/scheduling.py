@@ -5,13 +5,13 @@
     python bench/scheduling.py --write docs/scheduling.md    and put the table into the page
     python bench/scheduling.py --quick                what must hold on every change; without the traces too
 
-The rows are the goals in docs/scheduling.md, on the public traces named there (`--traces`: the folder they are in); R is
-recovery from change, and what a decision costs (11) is measured by `bench/decision.py`.
+The rows are the goals in docs/scheduling.md, on the public traces named there (`--traces`: the folder they are in); R
+is recovery from change, and what a decision costs (11) is measured by `bench/decision.py`.
 
 The loads of the published baselines cannot be had exactly: how it was measured what a server can bear is not said to
-the last per cent, and the figures are steep in it. So each row is run at the load at which its baseline has the figure published for it,
-found by bisection; seconds and goodput can then be compared with the published ones. "Windows" are the four quarters of
-the conversation trace at the plain load, measured on each of them.
+the last per cent, and the figures are steep in it. So each row is run at the load at which its baseline has the figure
+published for it, found by bisection; seconds and goodput can then be compared with the published ones. "Windows" are
+the four quarters of the conversation trace at the plain load, measured on each of them.
 """
 
 from __future__ import annotations
