@@ -37,6 +37,7 @@ OnEndpoint = Callable[[Endpoint], None]
 OnGone = Callable[[str], None]
 OnReport = Callable[[LoadReport], None]
 
+HANDOVER_S: Final = 1.0  # a server stays so long after it was taken out, if new ones came in the same change
 JITTER: Final = 0.1  # of the interval, so that looks at many servers do not fall together
 
 
@@ -73,17 +74,34 @@ class InstanceMonitor:
         self.hang_after_s = hang_after_s
         self.scraper = Scraper(timeout_s)
         self._watches: dict[str, _Watch] = {}
+        self._leaving: dict[str, asyncio.TimerHandle] = {}  # those whose successors are being looked at
 
     def watch(self, instances: Mapping[str, InstanceConfig]) -> None:
-        """Watch exactly these (by id) from now on. One that is no longer among them is gone at once."""
+        """Watch exactly these (by id) from now on.
+
+        One that is no longer among them is gone at once; where others come in its stead it stays HANDOVER_S longer, so
+        that there is a server all the time.
+        """
+        newcomers = instances.keys() - self._watches.keys()
         for id_ in [i for i in self._watches if i not in instances]:
-            self._watches.pop(id_).leave()
+            if not newcomers:
+                self._leave(id_)
+            elif id_ not in self._leaving:
+                self._leaving[id_] = asyncio.get_running_loop().call_later(HANDOVER_S, self._leave, id_)
+        for id_ in self._leaving.keys() & instances.keys():
+            self._leaving.pop(id_).cancel()
         for id_, config in instances.items():
             watch = self._watches.get(id_)
             if watch is None:
                 self._watches[id_] = _Watch(self, id_, config)
             elif watch.config != config:
                 watch.reconfigure(config)
+
+    def _leave(self, id_: str) -> None:
+        timer = self._leaving.pop(id_, None)
+        if timer is not None:
+            timer.cancel()
+        self._watches.pop(id_).leave()
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         """The servers that are there, in id order."""
@@ -95,6 +113,8 @@ class InstanceMonitor:
 
     async def close(self) -> None:
         """Stop looking; nobody is told gone."""
+        for timer in self._leaving.values():
+            timer.cancel()
         watches, self._watches = list(self._watches.values()), {}
         for watch in watches:
             watch.task.cancel()

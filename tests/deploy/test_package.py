@@ -22,7 +22,7 @@ def build(target: str, root: Path, into: Path) -> Path:
 
 def test_the_wheel_made_of_the_source_distribution_has_all_that_runs(tmp_path: Path) -> None:
     with tarfile.open(build("sdist", tools.ROOT, tmp_path)) as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extractall(tmp_path)
     [source] = [folder for folder in tmp_path.iterdir() if folder.is_dir()]
     for name in (
         "tests/test_docs.py",

@@ -113,7 +113,8 @@ async def test_a_rolling_update_under_load_loses_nothing(tmp_path: Path) -> None
         await eventually(lambda: _stage(world, "done"), 60.0)
         assert await _says(world, "v2 has 100 %, done")
         mixed = traffic.served()
-        assert sum(mixed[e.name] for e in old) > sum(mixed[e.name] for e in new) > 0
+        assert sum(mixed[e.name] for e in old) > 0
+        assert sum(mixed[e.name] for e in new) > 0
         since = len(traffic.answers) + 5
         await eventually(lambda: _more(traffic, since + 20), 20.0)
         assert set(traffic.served(since)) <= {"new-1", "new-2"}
