@@ -203,7 +203,7 @@ class PolicySection(Section):
     name: str = "predicted_completion"
     """How every stage chooses: predicted_completion, or one to compare it with (earliest_completion, least_work_left,
     round_robin, weighted_round_robin, least_connections, weighted_least_connections, weighted_response_time,
-    least_load, power_of_two, hash, prefix_affinity)."""
+    least_load, power_of_two, hash, prefix_affinity, model_aware)."""
     price_weight_s_per_usd: Annotated[float, Field(ge=0.0)] = 1e4
     """Seconds that a dollar weighs; a typical request costs about 1e-4 $, so that its price weighs about a second."""
     slo_ttft_s: Seconds | None = None

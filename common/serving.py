@@ -393,9 +393,8 @@ class Serving:
         finally:
             attempt.ended_at = clock.now()
             self._note_usage(c, attempt, sending)
-            cached = None
-            if answer is not None and answer.relayed and c.api.generates and not route.peer:
-                cached = answer.observer.cached_tokens()
+            counts = answer is not None and answer.relayed and c.api.generates and not route.peer
+            cached = c.record.used_cached_tokens if counts and attempt.status < 400 else None
             if route.peer:
                 self.balancing.peer_done(route.peer.id, reached=answer is not None)
             self.balancing.release(
@@ -512,9 +511,7 @@ class Serving:
             return (Outcome.OVERLOADED, answers.retry_after(answer.headers)) if full else (Outcome.IGNORED, None)
         engine = route.endpoint.engine
         said = answer.body if answer.status >= 400 else answer.observer.suspect()
-        if answer.status < 400 and not said:
-            c.meaning = Meaning.FINE
-        else:
+        if answer.status >= 400 or said:
             reading = answers.classify(engine, answer.status, answer.headers, said)
             c.meaning, retry_after_s = reading.cause, reading.retry_after_s
             if answer.status == 503 and c.meaning is Meaning.FAILED and engine not in answers.TELLS_BUSY:

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from tests.fake_engine import ALL, BEFORE_HEAD, MODEL, FakeEngine, Script, token
-from tests.integration.clients import Raw, Response, body_of, chat, events, get, metrics, post, total
+from tests.integration.clients import Raw, body_of, chat, events, metrics, post, total
+from tests.integration.relay.cases import GONE_S, PATH, failures, is_error, records, seen, streamed
 from tests.integration.system import CLUSTER, Tiers, open_files, tiers
 from tests.servers import eventually
 
-PATH = "/v1/chat/completions"
-GONE_S = 2.0  # within which a server sees that the client left; CASES: 1 s for one tier, 2 s for three
 WORDS = tuple(f"w{i} " for i in range(200))
 LONG = Script.stream(*WORDS, gap_s=0.1)
 
@@ -24,33 +23,6 @@ LONG = Script.stream(*WORDS, gap_s=0.1)
 @pytest.fixture(params=[1, 3], ids=["one tier", "three tiers"])
 def depth(request: pytest.FixtureRequest) -> int:
     return int(request.param)
-
-
-def streamed(**fields: Any) -> bytes:
-    return post(PATH, chat(MODEL, stream=True, **fields))
-
-
-def seen(world: Tiers) -> int:
-    return sum(len(engine.seen) for engine in world.engines)
-
-
-async def records(world: Tiers) -> list[dict[str, Any]]:
-    """The finished requests of the top tier, newest first."""
-    return list((await get(f"{world.admin_url}/admin/v1/requests")).json())
-
-
-async def failures(world: Tiers) -> float:
-    """Attempts at instances that failed, by the bottom tier's counter."""
-    samples = await metrics(f"http://127.0.0.1:{world.bottom.admin_port}")
-    return total(samples, "headwater_attempts_total", to="instance") - total(
-        samples, "headwater_attempts_total", to="instance", error=""
-    )
-
-
-def is_error(response: Response, status: int) -> bool:
-    """Whether it is an error in the OpenAI shape."""
-    error = response.json()["error"]
-    return response.status == status and {"message", "type", "param", "code"} <= error.keys()
 
 
 # -- C01: the client leaves --------------------------------------------------------------------------------------------
