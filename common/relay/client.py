@@ -181,23 +181,27 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a request."""
+        while data:  # once, but for requests that offer another protocol: one pass more for each
+            data = self._parse(data)
+
+    def _parse(self, data: bytes) -> bytes:
+        """Have the parser read this; what it is to read after it has stopped at the offer of another protocol."""
         self._reading = len(data)
         self._overhead += self._reading
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as pause:
-            self._upgraded(data[pause.args[0] :])
-            return
+            return self._upgraded(data[pause.args[0] :])
         except httptools.HttpParserCallbackError as error:
             if not isinstance(error.__context__, _Stop):
                 raise  # a bug of ours
-            return
+            return b""
         except httptools.HttpParserError as error:
             if data.startswith(PREFACE):
                 self._refuse(505, "HTTP/2 is not spoken here")
             else:
                 self._refuse(400, f"malformed HTTP request: {error}")
-            return
+            return b""
         parsing = self._parsing
         if parsing is None:
             if len(self._queue) >= PIPELINED:
@@ -207,6 +211,7 @@ class ClientConnection(asyncio.Protocol):
                 self._refuse(*framing.too_long(parsing, self.limits))
             else:
                 self._refuse(400, "the body's framing and trailers are larger than a head may be")
+        return b""
 
     # -- the parser's callbacks --------------------------------------------------------------------------------------
 
@@ -294,17 +299,17 @@ class ClientConnection(asyncio.Protocol):
 
     # -- what is refused ---------------------------------------------------------------------------------------------
 
-    def _upgraded(self, rest: bytes) -> None:
-        """The parser has stopped after a head that offers another protocol: refuse it, or read on without the offer."""
+    def _upgraded(self, rest: bytes) -> bytes:
+        """The parser has stopped after a head that offers another protocol: refuse it, or have it read without."""
         parsing = self._parsing
         assert parsing is not None
         refused = framing.upgrade_refused(parsing)
         if refused is not None:
             self._refuse(*refused)
-            return
+            return b""
         self._parsing = None
         self._parser = httptools.HttpRequestParser(self)
-        self.data_received(framing.without_upgrade(parsing) + rest)
+        return framing.without_upgrade(parsing) + rest
 
     def _refused(self, status: int, message: str) -> NoReturn:
         """Refuse what is being parsed, and have the parser stop."""

@@ -104,6 +104,21 @@ def test_whatever_is_sent_nothing_breaks_and_cuts_change_nothing(data: bytes, at
         assert statuses(connection) <= {100, 204, 400, 408, 413, 414, 417, 431, 501, 505}
 
 
+OFFER = b"GET / HTTP/1.1\r\nhost: a\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n"
+
+
+@pytest.mark.parametrize("after", [b"GET /httx\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"PUT x HTTP/9.9\r\n\r\n", b"\0"])
+def test_what_is_wrong_after_an_offer_of_another_protocol_is_refused(after: bytes) -> None:
+    connection = feed([OFFER + after])
+    assert len(connection.requests) == 1
+    assert statuses(connection) - {204} <= {400, 505}
+    assert len(statuses(connection)) == 2
+
+
+def test_as_many_offers_as_one_read_holds() -> None:
+    assert len(feed([OFFER * 1500]).requests) == 1500
+
+
 def statuses(connection: Connection) -> set[int]:
     written = connection.transport.written  # type: ignore[attr-defined]
     return {int(part[:3]) for part in written.split(b"HTTP/1.1 ")[1:]}
