@@ -141,6 +141,8 @@ class Retry(Section):
     """Servers that one request may be sent to, over all tiers together."""
     budget_ratio: Fraction = 0.2
     """Retries as a share of recent requests, on top of a few a second."""
+    continue_streams: tuple[Literal["/v1/chat/completions", "/v1/completions"], ...] = ()
+    """Routes whose streams are carried on by another server when theirs breaks; see docs/relay.md."""
 
 
 class QueueSection(Section):

@@ -88,6 +88,7 @@ class AttemptRecord:
     ended_at: float | None = None
     status: int = 0
     error: str = ""
+    continues: bool = False  # the stream of the attempt before it, which broke
 
 
 @dataclass(slots=True)

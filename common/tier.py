@@ -239,6 +239,7 @@ class TierProcess:
             answer_locally,
             attempts=config.retry.attempts,
             budget_ratio=config.retry.budget_ratio,
+            continue_streams=frozenset(config.retry.continue_streams),
             sample_ratio=config.tracing.sample_ratio,
             rng=self._rng,
             slo=Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s),
@@ -337,6 +338,7 @@ class TierProcess:
         self.serving.reconfigure(
             attempts=config.retry.attempts,
             budget_ratio=config.retry.budget_ratio,
+            continue_streams=frozenset(config.retry.continue_streams),
             sample_ratio=config.tracing.sample_ratio,
             allowed_origins=config.cors.allowed_origins,
             dropped_headers=_header_names(config.forward.drop_headers),
