@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from common.errors import ConfigError
+from common.logs import LevelName
 from common.policy.placement import Needs, Rule
 from common.policy.regions import Region, Regions
 from common.policy.versions import Split, Target, Versions
@@ -643,8 +644,8 @@ class Log(Section):
 
     format: Literal["auto", "json", "pretty"] = "auto"
     """json, pretty, or auto: pretty on a terminal."""
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least severe that is written."""
+    level: LevelName = "info"
+    """The least severe that is written; `headwater log-level` changes it in a process that runs."""
     access: bool = True
     """Whether each request gets a line."""
 
