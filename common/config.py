@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from common.errors import ConfigError
+from common.logs import LevelName
 from common.policy.placement import Needs, Rule
 from common.policy.regions import Region, Regions
 from common.policy.versions import Split, Target, Versions
@@ -141,6 +142,8 @@ class Retry(Section):
     """Servers that one request may be sent to, over all tiers together."""
     budget_ratio: Fraction = 0.2
     """Retries as a share of recent requests, on top of a few a second."""
+    continue_streams: tuple[Literal["/v1/chat/completions", "/v1/completions"], ...] = ()
+    """Routes whose streams are carried on by another server when theirs breaks; see docs/relay.md."""
 
 
 class QueueSection(Section):
@@ -641,8 +644,8 @@ class Log(Section):
 
     format: Literal["auto", "json", "pretty"] = "auto"
     """json, pretty, or auto: pretty on a terminal."""
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least severe that is written."""
+    level: LevelName = "info"
+    """The least severe that is written; `headwater log-level` changes it in a process that runs."""
     access: bool = True
     """Whether each request gets a line."""
 

@@ -6,6 +6,7 @@ errors. Adding a route is one line in `routes`.
 """
 
 from common.apis.bodies import Ask, FirstId, held_key, renamed, understand
+from common.apis.continuation import Continuation
 from common.apis.errors import error_body, error_event
 from common.apis.hints import HINTS, Hints, read_hints
 from common.apis.hints import NOTHING as NO_HINTS
@@ -17,6 +18,7 @@ __all__ = [
     "NO_HINTS",
     "Api",
     "Ask",
+    "Continuation",
     "Family",
     "FirstId",
     "Hints",

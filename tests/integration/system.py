@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from random import Random
 from typing import Any
@@ -486,6 +486,7 @@ async def tiers(
         stack.push_async_callback(lambda: asyncio.gather(*(tier._close(0.0) for tier in (*chain, *spare))))
         for engine in engines:
             endpoint = Endpoint(engine.name, url=engine.url, models=frozenset({engine.model}), gpu="h100")
+            endpoint = replace(endpoint, engine=engine.engine)
             await chain[-1].membership.register_instance(CLUSTER, endpoint)
         world = Tiers(chain, engines, spare)
         await eventually(lambda: _known(world), 20.0)
