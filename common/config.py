@@ -18,6 +18,7 @@ import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     IPvAnyNetwork,
@@ -76,6 +77,12 @@ def _token(value: str) -> str:
     return value
 
 
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = BeforeValidator(_whole)
+"""For integers of strict models: 5.0 is 5 in JSON, where "5" is none."""
 NetworkAddress = Annotated[str, AfterValidator(_network)]
 Token = Annotated[str, AfterValidator(_token)]
 Name = Annotated[str, AfterValidator(_name)]
