@@ -334,6 +334,9 @@ class Models(Section):
     """Shares of a model's versions, as in `{llama: {v1: 95, v2: 5}}`, by `version` of the agents' instances."""
     on_demand: Globs = ()
     """Models that are started when asked for: requests for them wait (`queue`) while no instance has them."""
+    tokenizers: Annotated[Mapping[ModelName, str], Field(max_length=256)] = {}
+    """`tokenizer.json` of models (a `*` at the end stands for anything), as in `{llama-8b: /m/tokenizer.json}`:
+    their prompts are counted rather than estimated from bytes. Needs the extra `tokenizer`."""
 
     def versions(self) -> Versions:
         """The splits as policy has them."""
