@@ -319,8 +319,9 @@ class Telemetry:
     def _compare(self, record: RequestRecord, stage: StageRecord) -> None:
         pick, tier = stage.pick, Tier.of(stage.path).value
         ttft, total = pick.predicted_ttft_s, pick.predicted_total_s
-        if record.stream and record.first_byte_at is not None and ttft and isfinite(ttft):
-            self._ratio.see((tier, "ttft"), (record.first_byte_at - stage.at) / ttft)
+        began_at = record.last_began_at
+        if record.stream and began_at is not None and ttft and isfinite(ttft):
+            self._ratio.see((tier, "ttft"), (began_at - stage.at) / ttft)
         if total and isfinite(total):
             self._ratio.see((tier, "total"), (record.ended_at - stage.at) / total)
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import structlog
 import uvicorn
 
-from common import apis, backing, clock, logs
+from common import apis, backing, clock, logs, tokenizer
 from common.admin import admin_app
 from common.affinity import Affinity
 from common.balancing import Balancing
@@ -240,6 +240,7 @@ class TierProcess:
             answer_locally,
             attempts=config.retry.attempts,
             budget_ratio=config.retry.budget_ratio,
+            continue_streams=frozenset(config.retry.continue_streams),
             sample_ratio=config.tracing.sample_ratio,
             rng=self._rng,
             slo=Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s),
@@ -253,6 +254,7 @@ class TierProcess:
             verified_peers=config.tls.peers_required,
             gate=gate,
         )
+        self.serving.intake.tokenizers = tokenizer.Tokenizers(config.models.tokenizers)
         self.relay = Relay(
             self.serving.serve, _refusal, config.limits, config.upstream, half_close=config.upstream.half_close
         )
@@ -340,6 +342,7 @@ class TierProcess:
         self.serving.reconfigure(
             attempts=config.retry.attempts,
             budget_ratio=config.retry.budget_ratio,
+            continue_streams=frozenset(config.retry.continue_streams),
             sample_ratio=config.tracing.sample_ratio,
             allowed_origins=config.cors.allowed_origins,
             dropped_headers=_header_names(config.forward.drop_headers),
@@ -549,6 +552,7 @@ def verify(config: TierConfig) -> None:
     if config.policy.name not in POLICIES:
         raise ConfigError(f"policy.name: unknown policy '{config.policy.name}' (known: {', '.join(POLICIES)})")
     backing.verify(config.etcd, config.redis)
+    tokenizer.verify(config.models.tokenizers)
 
 
 def _header_names(names: tuple[str, ...]) -> frozenset[bytes]:
