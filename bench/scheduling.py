@@ -6,7 +6,8 @@
     python bench/scheduling.py --quick                what must hold on every change; without the traces too
 
 The rows are the goals in docs/scheduling.md, on the public traces named there (`--traces`: the folder they are in); R
-is recovery from change, and what a decision costs (11) is measured by `bench/decision.py`.
+is recovery from change, S a fleet that follows its traffic; what a decision costs (11) is measured by
+`bench/decision.py`.
 
 The loads of the published baselines cannot be had exactly: how it was measured what a server can bear is not said to
 the last per cent, and the figures are steep in it. So each row is run at the load at which its baseline has the figure
@@ -28,10 +29,15 @@ from rich.table import Table
 
 from common import clock
 from common.policy.balancer import Policy
+from common.policy.scaling.desired import Rules
 from common.policy.stages import policy_named
-from common.sim.fleet import FLEETS
-from common.sim.measures import Measures
+from common.sim.faults import Burst
+from common.sim.fleet import FLEETS, machine
+from common.sim.measures import DEFAULT_SLO, Measures
+from common.sim.scaling import Scalable
 from common.sim.scenarios import recovery
+from common.sim.scenarios.scaling import Day, days, scaler_named, smallest_fixed, up_and_down
+from common.sim.scenarios.scaling import run as run_scaled
 from common.sim.traces import TraceRow
 from common.sim.workload import Conversations
 from common.sim.world import Network
@@ -58,6 +64,10 @@ FIRST = 5_000  # requests, where one window is enough
 STEPS = 7  # of a bisection
 RECOVERY_SEEDS = 3
 QUICK = 2_500  # requests with --quick
+RAMP = "aibrix_8min_up_down"
+RAMP_DAY_S = 600.0  # the trace and a pause
+COLD_START_S = 20.0
+THRESHOLDS = (4, 8, 16)  # requests under way for each replica
 SHORT = 1_500  # requests of a window with --short, which is for trying the script out
 
 
@@ -492,6 +502,38 @@ def recoveries(bench: Bench, seeds: int = RECOVERY_SEEDS) -> Iterator[Goal]:
             )
 
 
+def scaled(bench: Bench, copies: int = 4, thresholds: Sequence[int] = THRESHOLDS) -> Iterator[Goal]:
+    """A fleet that follows the ramp trace, day after day with a burst, against fleets that do not foresee it."""
+    file = bench.traces / f"{RAMP}.csv.gz"
+    rows = read_windows(file, copies=copies)[0] if file.is_file() else Conversations(Random(0)).rows(copies * 1000)
+    ramp = rows if file.is_file() else up_and_down(rows, 0.8 * RAMP_DAY_S, 0.1)
+    group = Scalable("l4", machine("l4"), COLD_START_S, most=40)
+    rules = Rules(DEFAULT_SLO, least=1, seasons_s=(RAMP_DAY_S,), cool_down_s=60.0, panic_s=30.0, idle_s=60.0)
+    bursts = [Burst(120.0, 5.0, 10.0)]
+    bench.say(f"scaling: {len(rows)} requests a day of {'the ramp trace' if file.is_file() else 'generated traffic'}")
+
+    def policy(path: Path) -> Policy:
+        return policy_named(OURS, tier=Tier.of(path))
+
+    def third(scaler: str) -> Day:
+        traffic = days(ramp, RAMP_DAY_S, 3, bursts)
+        return run_scaled(policy, traffic, [group], scaler_named(scaler, rules), RAMP_DAY_S)[2]
+
+    size, fixed = smallest_fixed(policy, days(ramp, RAMP_DAY_S, 1, bursts), replace(group, most=24), 0.95, RAMP_DAY_S)
+    ours = third("predicted")
+    theirs = [(target, third(f"threshold:{target}")) for target in thresholds]
+    yield Goal(
+        "S",
+        f"{'ramp' if file.is_file() else 'generated ramp'} x {copies}, l4, burst x 5, 20 s cold start, third day",
+        "goodput; GPU hours",
+        f"≥ 95 %; < the smallest fixed fleet that has it ({size})",
+        f"{_percent(100.0 * ours.goodput)}; {ours.gpu_hours:.2f}",
+        f"fixed {_percent(100.0 * fixed.goodput)}; {fixed.gpu_hours:.2f}",
+        ", ".join(f"threshold {n}: {_percent(100.0 * d.goodput)}; {d.gpu_hours:.2f}" for n, d in theirs) or "-",
+        ours.goodput >= 0.95 and ours.gpu_hours < fixed.gpu_hours,
+    )
+
+
 def quick(bench: Bench) -> Iterator[Goal]:
     """Goals loose enough for a short run, on generated traffic where the conversation trace is not at hand."""
     real = (bench.traces / f"{CONV}.csv.gz").is_file()
@@ -528,6 +570,7 @@ def quick(bench: Bench) -> Iterator[Goal]:
     work, theirs = ours.work_l_s, found[LC].work_l_s
     yield Goal("13", setting, "L work", "≤ LC ÷ 3", _seconds(work), f"LC {_seconds(theirs)}", "-", work <= theirs / 3.0)
     yield from recoveries(bench, seeds=1)
+    yield from scaled(bench, thresholds=())
 
 
 ROWS: dict[str, Callable[[Bench], Iterator[Goal]]] = {
@@ -542,6 +585,7 @@ ROWS: dict[str, Callable[[Bench], Iterator[Goal]]] = {
     "12": robustness,
     "13": balance,
     "R": recoveries,
+    "S": scaled,
 }
 """Row of the goals (1 stands for 1 and 2, 3 for 3 and 4) -> what measures it."""
 

@@ -66,10 +66,10 @@ async def membership_store(etcd: Etcd) -> MembershipStore:
     return store
 
 
-def affinity_store(redis: Redis) -> AffinityStore:
-    """Redis, or this process's memory."""
+def affinity_store(redis: Redis, max_sessions: int) -> AffinityStore:
+    """Redis, or this process's memory, for so many sessions."""
     if not redis.url:
-        return MemoryAffinityStore()
+        return MemoryAffinityStore(max_sessions=max_sessions)
     from common.store.redis import RedisAffinityStore  # noqa: PLC0415
 
     return RedisAffinityStore(redis.url, budget_ms=redis.budget_ms)

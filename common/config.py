@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from common.errors import ConfigError
+from common.logs import LevelName
 from common.policy.placement import Needs, Rule
 from common.policy.regions import Region, Regions
 from common.policy.versions import Split, Target, Versions
@@ -141,6 +142,8 @@ class Retry(Section):
     """Servers that one request may be sent to, over all tiers together."""
     budget_ratio: Fraction = 0.2
     """Retries as a share of recent requests, on top of a few a second."""
+    continue_streams: tuple[Literal["/v1/chat/completions", "/v1/completions"], ...] = ()
+    """Routes whose streams are carried on by another server when theirs breaks; see docs/relay.md."""
 
 
 class QueueSection(Section):
@@ -331,6 +334,9 @@ class Models(Section):
     """Shares of a model's versions, as in `{llama: {v1: 95, v2: 5}}`, by `version` of the agents' instances."""
     on_demand: Globs = ()
     """Models that are started when asked for: requests for them wait (`queue`) while no instance has them."""
+    tokenizers: Annotated[Mapping[ModelName, str], Field(max_length=256)] = {}
+    """`tokenizer.json` of models (a `*` at the end stands for anything), as in `{llama-8b: /m/tokenizer.json}`:
+    their prompts are counted rather than estimated from bytes. Needs the extra `tokenizer`."""
 
     def versions(self) -> Versions:
         """The splits as policy has them."""
@@ -641,8 +647,8 @@ class Log(Section):
 
     format: Literal["auto", "json", "pretty"] = "auto"
     """json, pretty, or auto: pretty on a terminal."""
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least severe that is written."""
+    level: LevelName = "info"
+    """The least severe that is written; `headwater log-level` changes it in a process that runs."""
     access: bool = True
     """Whether each request gets a line."""
 

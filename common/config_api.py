@@ -5,10 +5,14 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TypeVar
 
+import structlog
 from fastapi import APIRouter
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
+from common import logs
 from common.reload import Reloader
+
+log = structlog.get_logger()
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -40,5 +44,34 @@ def config_router(reloader: Reloader[C]) -> APIRouter:
         """Read the file now, as SIGHUP does."""
         await reloader.reload()
         return state()
+
+    return router
+
+
+class LogLevel(BaseModel):
+    """The least severe that a process writes to its log."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    level: logs.LevelName
+
+
+def log_router() -> APIRouter:
+    """Admin routes: how much the process logs, until its `log.level` changes or it starts anew."""
+    router = APIRouter(prefix="/admin/v1/log-level", tags=["configuration"])
+
+    @router.get("")
+    async def log_level() -> LogLevel:
+        """What is written now."""
+        return LogLevel(level=logs.level())
+
+    @router.put("")
+    async def set_log_level(wanted: LogLevel) -> LogLevel:
+        """Write more, or less, from now on. The access log has a switch of its own, `log.access`."""
+        before = logs.level()
+        logs.set_level("info")
+        log.info("log_level_changed", before=before, to=wanted.level)
+        logs.set_level(wanted.level)
+        return wanted
 
     return router

@@ -88,6 +88,7 @@ class AttemptRecord:
     ended_at: float | None = None
     status: int = 0
     error: str = ""
+    continues: bool = False  # the stream of the attempt before it, which broke
 
 
 @dataclass(slots=True)
@@ -138,6 +139,12 @@ class RequestRecord:
     def ttft_s(self) -> float | None:
         """Seconds until the first byte of the answer's body left for the client."""
         return None if self.first_byte_at is None else self.first_byte_at - self.started_at
+
+    @property
+    def last_began_at(self) -> float | None:
+        """When the server that answered in the end sent its first byte: not the first one's, if it carries that on."""
+        carries_on = bool(self.attempts) and self.attempts[-1].continues
+        return self.attempts[-1].first_byte_at if carries_on else self.first_byte_at
 
     @property
     def total_s(self) -> float:

@@ -41,7 +41,7 @@ from common.policy.admission import RetryBudget
 from common.policy.output_length import OutputLength
 from common.policy.quarantine import STRIKES, Quarantine
 from common.policy.stages import Route
-from common.policy.versions import Versions
+from common.policy.versions import Versions, version_of
 from common.policy.waiting import Bounds
 from common.queueing import WAITABLE, Queue, error_of
 from common.records import AttemptRecord, Ending, RequestRecord
@@ -51,7 +51,7 @@ from common.relay.exchange import Exchange
 from common.relay.keepalive import Pings
 from common.relay.relay import Relay
 from common.relay.sending import Answer, Sending, Verdict
-from common.replies import ATTEMPTS, DECISION, OVERLOAD, REJECTED, SERVED_BY, STRUCK, Replies
+from common.replies import ATTEMPTS, CONTINUATION, DECISION, OVERLOAD, REJECTED, SERVED_BY, STRUCK, Replies
 from common.route import HEADER, RouteSigner
 from common.route import Route as RouteHeader
 from common.store.base import Placement
@@ -99,6 +99,8 @@ class _Carried:
     waits: int = 0  # for those that refused it
     peers_lost: int = 0
     meaning: Meaning = Meaning.FINE  # of the last answer that was read here
+    continuation: apis.Continuation | None = None  # of a stream that may be carried on by another server
+    broken: bool = False  # it broke, and its client waits for that server
 
 
 class Serving:
@@ -116,6 +118,7 @@ class Serving:
         *,
         attempts: int,
         budget_ratio: float,
+        continue_streams: frozenset[str],
         sample_ratio: float,
         rng: Random,
         queue: Bounds,
@@ -157,6 +160,7 @@ class Serving:
         self._gate = gate
         self._attempts = attempts
         self._budget = RetryBudget(budget_ratio)
+        self._continue_streams = continue_streams
         self._sample_ratio = sample_ratio
         self._dropped = dropped_headers
         self._comment_s = comment_s
@@ -168,6 +172,7 @@ class Serving:
         *,
         attempts: int,
         budget_ratio: float,
+        continue_streams: frozenset[str],
         sample_ratio: float,
         allowed_origins: tuple[str, ...],
         dropped_headers: frozenset[bytes],
@@ -175,6 +180,7 @@ class Serving:
     ) -> None:
         """Other settings for the requests that come from now on."""
         self._attempts, self._budget.ratio, self._sample_ratio = attempts, budget_ratio, sample_ratio
+        self._continue_streams = continue_streams
         self.replies = Replies(allowed_origins)
         self._dropped, self._comment_s = dropped_headers, comment_s
 
@@ -313,6 +319,8 @@ class Serving:
                 c.exclude.add(route.target)
                 if not self._moves(c, route, answer) or not self._may_retry(c):
                     break
+        if c.broken:
+            self._cut_off(c)
         if refusal is not None:
             moves = heads.find(refusal.headers, REJECTED) is not None or c.meaning in ELSEWHERE
             self.replies.refusal(c.exchange, c.api, c.record, refusal, final=not moves)
@@ -324,7 +332,7 @@ class Serving:
         asked = clock.now()
         route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
         self.telemetry.chose(c.node, clock.now() - asked)
-        if isinstance(route, Shed) and c.request.version and route.reason in NOBODY:
+        if isinstance(route, Shed) and c.request.version and route.reason in NOBODY and not c.broken:
             c.request = replace(c.request, version="")  # rather another version than none
             route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
         if isinstance(route, Route) or c.record.from_peer:
@@ -362,6 +370,7 @@ class Serving:
             route.url,
             clock.now(),
             tracecontext.new_span_id(self._rng),
+            continues=c.broken,
         )
         c.record.attempts.append(attempt)
         outcome, answer, unreachable = Outcome.IGNORED, None, False
@@ -384,7 +393,7 @@ class Serving:
             if unreachable and not route.peer:
                 c.record.executions -= 1  # it never saw the request
             outcome = Outcome.IGNORED if route.peer or c.exchange.ended else Outcome.FAILED
-            if isinstance(error, StreamBroken) and c.exchange.committed:
+            if isinstance(error, StreamBroken) and c.exchange.committed and not c.broken:
                 c.record.ending, c.record.error = Ending.BROKE_AFTER, error.code
             raise
         except RejectedError as error:
@@ -402,7 +411,7 @@ class Serving:
             self.balancing.release(
                 route,
                 outcome,
-                output_tokens=c.record.output_tokens,
+                output_tokens=None if attempt.continues else c.record.output_tokens,
                 cached_tokens=cached,
                 unreachable=unreachable,
                 retry_after_s=retry_after_s,
@@ -432,6 +441,8 @@ class Serving:
                 return Verdict.COLLECT
             if exchange.status and not _continues_events(status, headers):
                 return Verdict.COLLECT  # keep-alive comments have begun another answer than this one
+            if c.broken or (self._continue_streams and exchange.path in self._continue_streams):
+                self._may_continue(c, route, sending, status, headers)
             sending.added = self._response_headers(c, route, headers)
             self._add_for_client(c, sending)
             if not route.peer and (load := heads.find(headers, orca.HEADER)) is not None:
@@ -492,6 +503,8 @@ class Serving:
         added = [(DECISION, c.request.id.encode())]
         if served_by:
             added.append((SERVED_BY, served_by))
+        if c.continuation is not None or (route.peer and heads.find(headers, CONTINUATION) is not None):
+            added.append((CONTINUATION, b"on"))
         if c.record.from_peer:
             added.append((ATTEMPTS, b"%d" % c.record.executions))
             if c.record.struck:
@@ -534,20 +547,24 @@ class Serving:
         c.record.used_input_tokens, c.record.used_cached_tokens = observer.input_tokens(), observer.cached_tokens()
         if c.api.generates:
             c.record.output_tokens = observer.output_tokens()
+        if attempt.continues and c.continuation is not None:  # the prompt had in it what others wrote
+            c.record.used_input_tokens = None
+            if c.record.output_tokens is not None:
+                c.record.output_tokens += c.continuation.tokens_before
 
     def _succeeded(self, c: _Carried, answer: Answer) -> None:
         self.quarantine.answered(c.request.fingerprint, clock.now())
         self._learn(c, answer)
 
     def _learn(self, c: _Carried, answer: Answer) -> None:
-        if not c.record.from_peer:
+        if not c.record.from_peer and not c.broken:
             counted = answer.observer.input_tokens()
             if counted is not None:
                 self.intake.learn(c.record, counted)
         if not c.api.generates:
             return
         tokens = answer.observer.output_tokens()
-        if tokens is not None:
+        if tokens is not None and not c.broken:
             self.lengths.learn(c.request.model, c.request.tenant, c.request.input_tokens, tokens)
         served_by = tuple(c.record.served_by.split("/"))
         if c.request.session and not c.record.from_peer and len(served_by) == 3:
@@ -561,6 +578,47 @@ class Serving:
         served_by = tuple(c.record.served_by.split("/"))
         if c.exchange.status < 300 and len(served_by) == 3:
             self.affinity.remember(apis.held_key(id_), Placement(served_by, 0), self.affinity.rules.held_timeout_s)
+
+    # -- a stream that is carried on -----------------------------------------------------------------------------------
+
+    def _may_continue(self, c: _Carried, route: Route, sending: Sending, status: int, headers: heads.Headers) -> None:
+        """Keep what it takes to carry a stream on, where that is asked for and can be done, and listen to it."""
+        if c.broken and c.continuation is not None:
+            c.continuation.follows("/".join(route.target))
+        elif not route.peer and c.exchange.carrier is None and _continues_events(status, headers):
+            c.continuation = apis.Continuation.of(c.exchange.path, route.endpoint.engine, c.exchange.body)
+        if c.continuation is not None:
+            sending.edit = c.continuation.edited
+            sending.goes_on = lambda: self._goes_on(c, route)
+
+    def _goes_on(self, c: _Carried, route: Route) -> bool:
+        """Whether a stream that broke is carried on by another server; its request is what that one is asked then."""
+        assert c.continuation is not None
+        asked = None if c.exchange.ended else c.continuation.request()
+        c.broken = asked is not None and self._may_retry(c)
+        if c.broken and asked is not None:
+            written = c.continuation.tokens
+            c.exchange.body = asked
+            c.request = replace(
+                c.request,
+                input_tokens=c.request.input_tokens + written,
+                output_tokens=max(1.0, c.request.output_tokens - written),
+                version=version_of(route.endpoint.labels),  # no other one's words
+            )
+        return c.broken
+
+    def _follows(self, c: _Carried, route: Route, error: UpstreamError) -> bool:
+        """Whether another server is tried although bytes of an answer are with the client."""
+        c.exclude.add(route.target)
+        return c.broken and not c.exchange.ended and (isinstance(error, StreamBroken) or self._may_retry(c))
+
+    @staticmethod
+    def _cut_off(c: _Carried) -> None:
+        """A stream broke and nobody carries it on."""
+        error = StreamBroken("the stream broke, and no other server could carry it on")
+        c.record.ending, c.record.status = Ending.BROKE_AFTER, c.exchange.status
+        c.exchange.client.cut(apis.error_event(c.api.family, "text/event-stream", str(error)))
+        raise error
 
     # -- whether to try again ----------------------------------------------------------------------------------------
 
@@ -580,7 +638,7 @@ class Serving:
     async def _again_after(self, c: _Carried, route: Route, error: UpstreamError) -> bool:
         """Whether a failure may be tried elsewhere; excludes what failed."""
         if c.exchange.committed or c.exchange.ended:
-            return False  # bytes of an answer are with the client
+            return self._follows(c, route, error)
         if route.peer is not None:
             # A peer that is gone closed its own connections, so what it had sent on was given up by the server.
             self.balancing.peer_lost(route.peer.id)

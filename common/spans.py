@@ -149,6 +149,8 @@ def _attempt(record: RequestRecord, attempt: AttemptRecord, wall: Any) -> Span:
         "headwater.target": "/".join(attempt.target),
         "headwater.peer": attempt.peer,
     }
+    if attempt.continues:
+        attributes["headwater.continues"] = True
     if attempt.status:
         attributes["http.response.status_code"] = attempt.status
     events = [] if attempt.first_byte_at is None else [("first byte", wall(attempt.first_byte_at))]

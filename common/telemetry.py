@@ -16,9 +16,10 @@ from threading import Thread
 from typing import Any
 
 import msgspec
+import structlog
 from prometheus_client import CollectorRegistry
 
-from common import clock, tracecontext
+from common import clock, logs, tracecontext
 from common.explain.notes import Notes
 from common.history import History
 from common.metrics import Counts, Level, Scrape, Spread
@@ -27,6 +28,8 @@ from common.policy.stages import Hop
 from common.recent import RecentRequests
 from common.records import Ending, RequestRecord, StageRecord
 from common.types import InferenceRequest, Path, Pick, Shed, Tier
+
+log = structlog.get_logger()
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
@@ -250,6 +253,9 @@ class Telemetry:
             if hop.takeover:
                 self._takeovers.add((tier,))
                 self.taken_over[hop.path] = (self.taken_over.get(hop.path, (0.0, 0.0))[0] + 1.0, now)
+        if logs.level() == "debug":
+            route = "/".join((*hops[-1].path, hops[-1].pick.endpoint.id)) if hops else ""
+            log.debug("decided", trace_id=record.id, route=route, attempt=attempt, model=request.model[:200])
 
     def chose(self, start: Path, seconds: float) -> None:
         """Stages from a node down were run, whatever came of it."""
@@ -259,6 +265,8 @@ class Telemetry:
         """No endpoint could take it, or no further one."""
         record.request, record.shed = request, shed
         self._sheds.add((shed.reason,))
+        if logs.level() == "debug":
+            log.debug("shed", trace_id=record.id, reason=shed.reason, model=request.model[:200])
 
     def keep_only(self, pools: frozenset[Path]) -> None:
         """Let go of what is remembered of nodes that are gone."""
@@ -323,8 +331,9 @@ class Telemetry:
     def _compare(self, record: RequestRecord, stage: StageRecord) -> None:
         pick, tier = stage.pick, Tier.of(stage.path).value
         ttft, total = pick.predicted_ttft_s, pick.predicted_total_s
-        if record.stream and record.first_byte_at is not None and ttft and isfinite(ttft):
-            self._ratio.see((tier, "ttft"), (record.first_byte_at - stage.at) / ttft)
+        began_at = record.last_began_at
+        if record.stream and began_at is not None and ttft and isfinite(ttft):
+            self._ratio.see((tier, "ttft"), (began_at - stage.at) / ttft)
         if total and isfinite(total):
             self._ratio.see((tier, "total"), (record.ended_at - stage.at) / total)
 

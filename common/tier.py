@@ -24,12 +24,12 @@ from typing import Any, Protocol
 import structlog
 import uvicorn
 
-from common import apis, backing, clock
+from common import apis, backing, clock, logs, tokenizer
 from common.admin import admin_app
 from common.affinity import Affinity
 from common.balancing import Balancing
 from common.config import TierConfig
-from common.config_api import config_router
+from common.config_api import config_router, log_router
 from common.drain_api import drain_router
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.exchange import Exchange as ReplicaExchange
@@ -89,6 +89,7 @@ LIVE = frozenset(  # what may change while a tier runs; the rest is an address, 
         "forward",
         "network",
         "tracing.sample_ratio",
+        "log.level",
     }
 )
 TLS_ROUND_TRIPS = 2  # of a handshake: one for TCP, one for TLS 1.3
@@ -168,7 +169,7 @@ class TierProcess:
         self.rollouts = Rollouts(
             store, config.etcd.prefix, self.id, self._versions, self.balancing.has_version, self._knows_balancer
         )
-        self._affinity_store = backing.affinity_store(config.redis)
+        self._affinity_store = backing.affinity_store(config.redis, config.affinity.max_sessions)
         self._make_telemetry()
         self._tenants = await tenants_of(config, store, lambda: len(self._replicas()) + 1)
         self._make_serving()
@@ -239,6 +240,7 @@ class TierProcess:
             answer_locally,
             attempts=config.retry.attempts,
             budget_ratio=config.retry.budget_ratio,
+            continue_streams=frozenset(config.retry.continue_streams),
             sample_ratio=config.tracing.sample_ratio,
             rng=self._rng,
             slo=Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s),
@@ -252,6 +254,7 @@ class TierProcess:
             verified_peers=config.tls.peers_required,
             gate=gate,
         )
+        self.serving.intake.tokenizers = tokenizer.Tokenizers(config.models.tokenizers)
         self.relay = Relay(
             self.serving.serve, _refusal, config.limits, config.upstream, half_close=config.upstream.half_close
         )
@@ -333,10 +336,13 @@ class TierProcess:
         self.relay.reconfigure(config.limits, config.upstream, half_close=config.upstream.half_close)
         self.serving.affinity.rules = config.affinity
         self.serving.intake.slo = Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s)
+        if config.log.level != before.log.level:
+            logs.set_level(config.log.level)
         self._place_clients()
         self.serving.reconfigure(
             attempts=config.retry.attempts,
             budget_ratio=config.retry.budget_ratio,
+            continue_streams=frozenset(config.retry.continue_streams),
             sample_ratio=config.tracing.sample_ratio,
             allowed_origins=config.cors.allowed_origins,
             dropped_headers=_header_names(config.forward.drop_headers),
@@ -349,6 +355,7 @@ class TierProcess:
         app = admin_app(self.id, self.node, self.balancing, self.telemetry, lambda: not self.draining, self._admin_urls)
         if self._tenants is not None:
             app.include_router(self._tenants.router)
+        app.include_router(log_router())
         app.include_router(drain_router(self.membership, self.balancing, self._admin_urls))
         if self._source is not None:
             reloader = Reloader(
@@ -545,6 +552,7 @@ def verify(config: TierConfig) -> None:
     if config.policy.name not in POLICIES:
         raise ConfigError(f"policy.name: unknown policy '{config.policy.name}' (known: {', '.join(POLICIES)})")
     backing.verify(config.etcd, config.redis)
+    tokenizer.verify(config.models.tokenizers)
 
 
 def _header_names(names: tuple[str, ...]) -> frozenset[bytes]:

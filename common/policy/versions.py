@@ -63,6 +63,11 @@ def label_of(version: str) -> str:
     return f"version={version}"
 
 
+def version_of(labels: Iterable[str]) -> str:
+    """The version that a server shows, "" without one."""
+    return next((label.removeprefix(label_of("")) for label in labels if label.startswith(label_of(""))), ANY)
+
+
 class Versions:
     """All splits: those of the configuration, and those of rollouts, which come first."""
 

@@ -114,6 +114,30 @@ class World:
         self._start_agent(path[:-1], instance)
         return instance
 
+    def launch(self, path: Path, kind: Machine, loading_s: float, prefix_fraction: float = 0.0) -> Instance:
+        """A new server while the world runs: registered at once, and it serves when it has loaded."""
+        phase = Phase.LOADING if loading_s else Phase.SERVING
+        instance = self.add_instance(path, kind, prefix_fraction, phase)
+        self._load_then_serve(instance, path[:-1], loading_s)
+        return instance
+
+    def retire(self, path: Path, on_gone: Callable[[], None], look_s: float = 0.5) -> None:
+        """A server takes no more requests, ends those on it, and goes; `on_gone` is called then."""
+        instance = self.instances[path]
+        instance.endpoint = replace(instance.endpoint, phase=Phase.DRAINING)
+        self.register(path[:-1], instance.endpoint, self.network.told_s)
+
+        def gone() -> None:
+            if instance.on_it:
+                self.loop.after(look_s, gone)
+                return
+            instance.alive = False
+            self.deregister(path[:-1], path[-1], self.network.told_s)
+            on_gone()
+
+        # Balancers hear of it a moment later, and what they sent until then is still under way.
+        self.loop.after(look_s, gone)
+
     def add_node(self, node: Node, pools: Iterable[Path], *, entry: bool = True) -> None:
         """A balancer process that knows these pools."""
         self.nodes[node.id] = node
@@ -233,10 +257,8 @@ class World:
     def _inflict(self, fault: Fault, parent: Path, kinds: Mapping[str, Machine]) -> None:
         if fault.kind == "join":
             kind = kinds.get(fault.target) or machine(fault.target)
-            path = (*parent, f"{fault.target}-new{self._joined}")
+            self.launch((*parent, f"{fault.target}-new{self._joined}"), kind, fault.value)
             self._joined += 1
-            phase = Phase.LOADING if fault.value else Phase.SERVING
-            self._load_then_serve(self.add_instance(path, kind, phase=phase), parent, fault.value)
             return
         instance = self.instances.get((*parent, fault.target))
         if instance is None:

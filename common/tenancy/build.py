@@ -17,7 +17,7 @@ from common.store.memory import MemoryMembershipStore
 from common.tenancy.admin import tenants_router
 from common.tenancy.gate import Gate
 from common.tenancy.sources import FileTenants, StoredTenants
-from common.tenancy.usage import FileWriter, StreamWriter, UsageLog
+from common.tenancy.usage import FileWriter, UsageLog
 
 if TYPE_CHECKING:
     from common.tenancy.oidc import Oidc
@@ -109,6 +109,8 @@ def _usage(config: TierConfig) -> list[UsageLog]:
     if wanted.usage_file:
         sinks.append(UsageLog(FileWriter(wanted.usage_file)))
     if wanted.usage_stream:
+        from common.store.redis_stream import StreamWriter  # noqa: PLC0415 - costs where it is not needed
+
         sinks.append(UsageLog(StreamWriter(config.redis.url, wanted.usage_stream, wanted.usage_stream_entries)))
     return sinks
 

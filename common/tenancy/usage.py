@@ -19,7 +19,6 @@ import structlog
 
 from common.config import Price
 from common.errors import StoreUnavailable
-from common.store.redis_calls import RedisCalls
 
 log = structlog.get_logger()
 
@@ -28,8 +27,6 @@ BATCH: Final = 500
 WRITE_S: Final = 0.2
 RETRY_S: Final = (0.5, 10.0)  # first and longest pause while they cannot be written
 CLOSE_S: Final = 2.0  # the last ones are waited for no longer
-
-_ADD: Final = "for at = 2, #ARGV do redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', 'usage', ARGV[at]) end"
 
 
 class UsageRecord(msgspec.Struct, kw_only=True):
@@ -98,20 +95,6 @@ class FileWriter:
             except OSError:
                 file.truncate(size)  # half a line would be read as part of the next one
                 raise
-
-
-class StreamWriter(RedisCalls):
-    """Adds to a Redis stream, of about `max_entries`; each entry has one field, `usage`."""
-
-    probe_key = "headwater:usage:~probe"
-
-    def __init__(self, url: str, key: str, max_entries: int, *, budget_ms: float = 1000.0) -> None:
-        super().__init__(url, budget_ms=budget_ms, max_connections=1)
-        self._key, self._max_entries = key, max_entries
-
-    async def write(self, lines: Sequence[bytes]) -> None:
-        """See Writer."""
-        await self.call("EVAL", _ADD, 1, self._key, self._max_entries, *lines)
 
 
 class UsageLog:

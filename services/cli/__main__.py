@@ -5,6 +5,7 @@ Heavy imports happen inside the subcommands, so that each starts with what it ne
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -197,6 +198,7 @@ ELSEWHERE = {  # commands whose options stand in a module of their own, which ta
     "check": ("services.cli.check", "check"),
     "explain": ("services.cli.ask", "explain"),
     "route": ("services.cli.ask", "route"),
+    "log-level": ("services.cli.ask", "log_level"),
     "top": ("services.cli.top", "top"),
     "whatif": ("services.cli.ask", "whatif"),
     "bench": ("services.bench.__main__", "bench"),
@@ -211,6 +213,7 @@ ELSEWHERE = {  # commands whose options stand in a module of their own, which ta
 
 def main() -> None:
     """Entry point of the console script. A process that is started by the dozen imports its own command only."""
+    gc.set_threshold(100_000)  # imports leave nothing to collect, and looking for it was a tenth of the start
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
     here = {c.name or getattr(c.callback, "__name__", "") for c in app.registered_commands}
     known = asked in {*here, *ELSEWHERE, *GROUPS}  # else it is --help, or a slip, which lists them all

@@ -1,4 +1,4 @@
-"""Questions to a running system, by its admin API: `headwater explain`, `route --dry-run`, `whatif`."""
+"""Questions to a running system, by its admin API: `headwater explain`, `route --dry-run`, `whatif`, `log-level`."""
 
 from __future__ import annotations
 
@@ -147,3 +147,14 @@ def _figures(p: PolicyResult) -> tuple[str, ...]:
     elsewhere = f"{100 * p.elsewhere / p.requests:.0f} %" if p.requests else ""
     times = (p.ttft_s, p.ttft_p95_s, p.completion_s, p.cost_s)
     return (*(seconds(t) for t in times), elsewhere, str(p.refused))
+
+
+def log_level(
+    level: Annotated[str, typer.Argument(metavar="[LEVEL]", help="debug, info, warning or error")] = "",
+    admin: Annotated[str, typer.Option("--admin", metavar="URL", help="of the process that it is about")] = ADMIN_URL,
+) -> None:
+    """Show how much a process logs, or change it: until it starts anew, or its file says another level."""
+    path = "/admin/v1/log-level"
+    options = {"json": {"level": level}} if level else {}
+    found, _ = asked("PUT" if level else "GET", admin, path, dict[str, str], **options)
+    typer.echo(found["level"])

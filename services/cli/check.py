@@ -85,7 +85,7 @@ async def _connect(config: Any) -> None:
     await store.close()
     redis = getattr(config, "redis", None)
     if redis is not None and redis.url:
-        sessions = backing.affinity_store(redis)
+        sessions = backing.affinity_store(redis, 1)
         try:
             await sessions.ping(CONNECT_S)
         except StoreUnavailable as error:

@@ -25,7 +25,10 @@ from common.sim.world import Network
 from common.types import Slo
 from services.sim import page, report
 from services.sim.fleet_file import read_fleet
-from services.sim.study import Case, Result, Study, read_windows, run_study
+from services.sim.scaling import ScalingStudy, run_scaling
+from services.sim.scaling import render as render_scaling
+from services.sim.scaling import write_json as write_scaling
+from services.sim.study import Case, Result, Study, at_rate, read_windows, run_study
 
 _GENERATED = 5_000  # requests where no trace is given and no limit either
 _FILE_WIDTH = 150  # characters of a line where the report goes to a file or a pipe
@@ -78,6 +81,14 @@ def sim(
     ),
     warm_up: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of requests not counted.")] = WARM_UP,
     baseline: Annotated[str, typer.Option(help="Policy that the others are compared with; default the last.")] = "",
+    scale: Annotated[
+        str, typer.Option(help="Compare how the fleet follows the traffic instead: predicted, fixed, threshold:N.")
+    ] = "",
+    season: Annotated[float, typer.Option(min=30.0, help="With --scale: a day of the traffic (s).")] = 600.0,
+    days: Annotated[int, typer.Option(min=1, max=30, help="With --scale: so many such days.")] = 3,
+    cold_start: Annotated[
+        float, typer.Option(min=0.5, help="With --scale: from asking for a server to its serving (s).")
+    ] = (20.0),
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default one a core.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write one line a run here.")] = None,
@@ -107,6 +118,25 @@ def sim(
         base = _baseline(baseline, study.cases)
         if load is not None and rate is not None:
             raise ValueError("give --load or --rate")
+        if scale:
+            parts = _traffic(trace, 1, start, limit, copies, spread, max_input, max_output)
+            _scale(
+                ScalingStudy(
+                    tuple(scale.split(",")),
+                    study.fleet,
+                    study.cases[0].policy,
+                    study.slo,
+                    season,
+                    days,
+                    cold_start,
+                    bursts=study.bursts,
+                ),
+                study,
+                parts[0],
+                settings,
+                json_file,
+            )
+            return
         parts = _traffic(trace, windows, start, limit, copies, spread, max_input, max_output)
         began = clock.now()
         with _bar() as on_done:
@@ -123,6 +153,16 @@ def sim(
     _note_late(study, results, console)
     simulated = sum(run.measures.requests for run in results) / (1.0 - warm_up)
     console.print(f"{simulated:,.0f} requests simulated in {took_s:.1f} s, {60.0 * simulated / took_s:,.0f} a minute")
+
+
+def _scale(
+    scaling: ScalingStudy, study: Study, rows: Sequence[TraceRow], settings: dict[str, Any], json_file: Path | None
+) -> None:
+    rows = at_rate(study, rows)
+    found = run_scaling(scaling, rows)
+    if json_file:
+        write_scaling(json_file, found, settings)
+    Console().print(render_scaling(found))
 
 
 def _note_late(study: Study, results: Sequence[Result], console: Console) -> None:

@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 from common import clock
 from common.policy.stages import PRICE_WEIGHT_S_PER_USD, policy_named
 from common.sim.faults import Burst, Fault, compressed
-from common.sim.fleet import FLEETS, Machine, capacity, known, saturated_rate, uneven, weighted
+from common.sim.fleet import FLEETS, Machine, capacity, known, saturated_rate, saturated_rates, uneven, weighted
 from common.sim.lengths import lengths_named
 from common.sim.measures import DEFAULT_SLO, WARM_UP, Measures, counted, mean_of, measure, quantile
 from common.sim.records import LoadSeries, Record, RunRecord
@@ -163,6 +163,13 @@ def run_study(
             results.append(future.result())
             on_done(len(results), total)
     return results
+
+
+def at_rate(study: Study, rows: Sequence[TraceRow]) -> Sequence[TraceRow]:
+    """The traffic at the rate or load that is asked for."""
+    full = capacity(study.fleet, saturated_rates(study.fleet, rows)) if study.load is not None else 0.0
+    rate = study.rate if study.rate is not None else study.load * full if study.load is not None else None
+    return scaled(rows, rate=rate) if rate else rows
 
 
 def by_case(results: Sequence[Result]) -> dict[Case, list[Result]]:

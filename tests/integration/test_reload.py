@@ -11,11 +11,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.fake_engine import MODEL, FakeEngine, Script
 from tests.integration.clients import Raw, ask, chat, get, metrics, post, total
-from tests.integration.system import PORTS, Addresses
+from tests.integration.system import PORTS, Addresses, headwater, run_command
 from tests.integration.test_up import Up, pool, up
 from tests.servers import eventually
 
@@ -163,3 +164,39 @@ async def test_settings_of_requests_change_with_sighup_and_addresses_do_not(worl
     reply = (await get(f"{world.up.admin_url}/admin/v1/config/reload", method="POST")).json()
     assert (reply["valid"], reply["error"]) == (False, f"{world.file}: admin cannot change while the process runs")
     assert await refused()
+
+
+async def test_how_much_is_logged_changes_by_hand_and_by_file(world: World) -> None:
+    url = f"{world.up.admin_url}/admin/v1/log-level"
+
+    async def decision() -> str:
+        reply = await ask(world.up.url, PATH, chat(MODEL, max_tokens=2))
+        return reply.header("x-headwater-decision") or "none"
+
+    async def logged(trace_id: str) -> bool:
+        return any("decided" in line and trace_id in line for line in world.up.process.log.splitlines())
+
+    command = ("log-level", "--admin", world.up.admin_url)
+    assert (await run_command(headwater(*command)))[0] == "info\n"
+    quiet = await decision()
+    assert (await run_command(headwater(*command, "debug")))[0] == "debug\n"
+    loud = await decision()
+    await eventually(lambda: logged(loud), APPLIED_S)
+    assert not await logged(quiet)
+    _, err = await run_command(headwater(*command, "loud"), code=1)
+    assert "'debug', 'info', 'warning' or 'error'" in err
+    for bad in (b"", b"{}", b'{"level": "INFO"}', b'{"level": "info", "more": 1}', b"[]"):
+        async with httpx.AsyncClient() as client:
+            assert (await client.put(url, content=bad, headers={"content-type": "application/json"})).status_code == 422
+    async with httpx.AsyncClient() as client:  # as all of the admin API: not for a page of another origin
+        evil = {"origin": "http://evil.example"}
+        assert (await client.put(url, json={"level": "error"}, headers=evil)).status_code == 403
+    assert (await get(url)).json() == {"level": "debug"}
+
+    world.file.write_text(world.text("one", "two", log={"level": "warning"}))
+
+    async def is_warning() -> bool:
+        return bool((await get(url)).json()["level"] == "warning")
+
+    await eventually(is_warning, APPLIED_S)
+    assert world.up.process.log.count("log_level_changed") == 1

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from ssl import SSLContext
 from types import TracebackType
 from typing import Final, Self
 from urllib.parse import urlsplit, urlunsplit
 
+import anyio
 import httpx
 
+from common import clock
 from services.agent.engines.base import Answer, Ask, Listener
 
 MAX_BODY_BYTES: Final = 4 * 1024 * 1024  # a vLLM page is 0.1 MB, with many LoRA adapters 1 MB
 MAX_POOLS: Final = 4096  # servers whose connections are kept
 KEEPALIVE_S: Final = 2.0  # an idle connection is not used again after this: servers close theirs after 5 s
+FORGET_S: Final = (
+    60.0  # a server that was asked nothing for so long is not watched any more: its connections are closed
+)
+
+
+@dataclass(slots=True)
+class _Pool:
+    """The connections to one server."""
+
+    transport: httpx.AsyncHTTPTransport
+    used_at: float  # monotonic, s
 
 
 class _PoolEach(httpx.AsyncBaseTransport):
@@ -28,17 +41,19 @@ class _PoolEach(httpx.AsyncBaseTransport):
     def __init__(self, limits: httpx.Limits) -> None:
         self._limits = limits
         self._tls: SSLContext | None = None  # made when it is needed: it costs tens of milliseconds
-        self._pools: OrderedDict[tuple[str, bytes], httpx.AsyncHTTPTransport] = OrderedDict()
+        self._pools: OrderedDict[tuple[str, bytes], _Pool] = OrderedDict()  # by when they were last used
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        key = (request.url.scheme, request.url.netloc)
+        key, now = (request.url.scheme, request.url.netloc), clock.now()
         pool = self._pools.get(key)
         if pool is None:
-            while len(self._pools) >= MAX_POOLS:
-                _, oldest = self._pools.popitem(last=False)
-                await oldest.aclose()
-            pool = self._pools[key] = self._made(request.url.scheme)
-        return await pool.handle_async_request(request)
+            pool = self._pools[key] = _Pool(self._made(request.url.scheme), now)
+        self._pools.move_to_end(key)
+        pool.used_at = now
+        while (oldest := next(iter(self._pools.values()))).used_at < now - FORGET_S or len(self._pools) > MAX_POOLS:
+            self._pools.popitem(last=False)
+            await oldest.transport.aclose()
+        return await pool.transport.handle_async_request(request)
 
     def _made(self, scheme: str) -> httpx.AsyncHTTPTransport:
         if scheme != "https":
@@ -50,7 +65,7 @@ class _PoolEach(httpx.AsyncBaseTransport):
     async def aclose(self) -> None:
         while self._pools:
             _, pool = self._pools.popitem()
-            await pool.aclose()
+            await pool.transport.aclose()
 
 
 class Scraper:
@@ -86,8 +101,11 @@ class Scraper:
         if not url:
             return Answer(0, problem="there is no such port")
         try:
-            async with asyncio.timeout(self.timeout_s), self._client.stream("GET", url) as response:
-                return await self._read(response)
+            # Not asyncio's own time-out: where the loop is late its cancellation falls between two steps of the client,
+            # which then keeps the connection for ever, neither idle nor in use.
+            with anyio.fail_after(self.timeout_s):
+                async with self._client.stream("GET", url) as response:
+                    return await self._read(response)
         except TimeoutError:
             return Answer(0, problem="timed out")
         except httpx.TimeoutException:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from common.store.redis_stream import StreamWriter
 from common.tenancy import usage
 from common.tenancy.gate import Used
-from common.tenancy.usage import FileWriter, StreamWriter, UsageLog, Writer, cost_micro_usd
+from common.tenancy.usage import FileWriter, UsageLog, Writer, cost_micro_usd
 from tests.common.tenancy.test_gate import Fixed, PriceOf, admit, gated
 from tests.servers import RedisServer, eventually
 

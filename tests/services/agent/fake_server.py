@@ -38,6 +38,11 @@ class FakeServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._writers)
+
     async def start(self) -> FakeServer:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]

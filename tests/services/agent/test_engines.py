@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from common.types import Phase
-from services.agent.engines import ADAPTERS, Adapter, EngineState, Scraper, Unreachable, adapter_for, detect
+from services.agent.engines import ADAPTERS, Adapter, EngineState, Scraper, Unreachable, adapter_for, detect, http
+from tests.servers import eventually
 from tests.services.agent.fake_server import FakeServer, Reply, metrics, models, vllm
 
 HTML = Reply(b"<html><body>vllm:num_requests_running 5</body></html>", kind="text/html")
@@ -244,3 +245,28 @@ async def test_the_generic_adapter(scraper: Scraper) -> None:
 def test_adapters_by_name() -> None:
     assert adapter_for("sim") is adapter_for("vllm")
     assert adapter_for("nothing") is None
+
+
+# -- what stays open -------------------------------------------------------------------------------------------------
+
+
+async def test_no_connection_is_left_behind_where_the_loop_is_late() -> None:
+    async with FakeServer(vllm()) as server, Scraper(timeout_s=0.01) as scraper:
+        ask = scraper.of(server.url)
+        for steps in range(60):  # of the loop, after which it stands still until time is out
+            asking = asyncio.ensure_future(ask("/metrics"))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            time.sleep(0.012)
+            await asking
+        await eventually(lambda: server.connections <= 1, 10.0)
+
+
+async def test_connections_to_servers_that_are_asked_no_more_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakeServer(vllm()) as gone, FakeServer(vllm()) as kept, Scraper(timeout_s=5.0) as scraper:
+        await scraper.of(gone.url)("/health")
+        await scraper.of(kept.url)("/health")
+        assert (gone.connections, kept.connections) == (1, 1)
+        monkeypatch.setattr(http, "FORGET_S", 0.0)
+        await scraper.of(kept.url)("/health")
+        await eventually(lambda: gone.connections == 0, 10.0)

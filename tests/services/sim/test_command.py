@@ -84,3 +84,23 @@ def test_a_slip_is_one_line_that_names_it(arguments: tuple[str, ...], said: str)
     assert code == 1
     assert said in output
     assert "Traceback" not in output
+
+
+def test_fleets_that_follow_the_traffic_are_compared_day_by_day(tmp_path: Path) -> None:
+    file = tmp_path / "scaled.json"
+    options = ("--limit", 200, "--rate", 0, "--fleet", "homog8", "--season", 40, "--days", 2, "--cold-start", 5)
+    code, output = run("--scale", "predicted,fixed,threshold:8", *options, "--json", file)
+    assert code == 0, output
+    assert "GPU hours" in output
+    told = json.loads(file.read_text())["days"]
+    assert [len(told[name]) for name in ("predicted", "fixed", "threshold:8")] == [2, 2, 2]
+    assert told["fixed"][0]["most"] == 8
+    assert told["fixed"][1]["gpu_hours"] == pytest.approx(8 * 40.0 / 3600.0)
+    assert told["predicted"][1]["gpu_hours"] > 0.0
+
+
+@pytest.mark.parametrize("scale", ["best", "threshold:0", "threshold:x", "fixed:3"])
+def test_a_scaler_there_is_not_is_refused(scale: str) -> None:
+    code, output = run("--limit", 100, "--scale", scale)
+    assert code == 1
+    assert f"scaler '{scale}'" in output
