@@ -45,8 +45,9 @@ async def test_the_admin_api_is_as_its_document_says(tmp_path: Path) -> None:
 
 async def clean(schemathesis: str, url: str, config: str) -> None:
     """Fails with what schemathesis finds."""
+    seed = os.environ.get("HEADWATER_FUZZ_SEED", "1")
     command = [
-        *(schemathesis, "--config-file", config, "run", url, "--seed", os.environ.get("HEADWATER_FUZZ_SEED", "1"), "--no-color"),
+        *(schemathesis, "--config-file", config, "run", url, "--seed", seed, "--no-color"),
         *("--exclude-path", ENDLESS, "--max-time", str(SECONDS), "--continue-on-failure", "--output-sanitize", "false"),
     ]
     code, out, err = await run(*command, timeout_s=60.0 + 2 * SECONDS)
