@@ -18,6 +18,7 @@ import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     IPvAnyNetwork,
@@ -76,6 +77,12 @@ def _token(value: str) -> str:
     return value
 
 
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = BeforeValidator(_whole)
+"""For integers of strict models: 5.0 is 5 in JSON, where "5" is none."""
 NetworkAddress = Annotated[str, AfterValidator(_network)]
 Token = Annotated[str, AfterValidator(_token)]
 Name = Annotated[str, AfterValidator(_name)]
@@ -360,6 +367,9 @@ class Models(Section):
     """Copies under way at once in one process; further requests are not copied."""
     shadow_bytes: Annotated[int, Field(ge=1, le=2**40)] = 16 * 1024 * 1024
     """Bytes of their bodies together."""
+    tokenizers: Annotated[Mapping[ModelName, str], Field(max_length=256)] = {}
+    """`tokenizer.json` of models (a `*` at the end stands for anything), as in `{llama-8b: /m/tokenizer.json}`:
+    their prompts are counted rather than estimated from bytes. Needs the extra `tokenizer`."""
 
     def versions(self) -> Versions:
         """The splits as policy has them."""

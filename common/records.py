@@ -143,6 +143,12 @@ class RequestRecord:
         return None if self.first_byte_at is None else self.first_byte_at - self.started_at
 
     @property
+    def last_began_at(self) -> float | None:
+        """When the server that answered in the end sent its first byte: not the first one's, if it carries that on."""
+        carries_on = bool(self.attempts) and self.attempts[-1].continues
+        return self.attempts[-1].first_byte_at if carries_on else self.first_byte_at
+
+    @property
     def total_s(self) -> float:
         """Seconds until its end."""
         return self.ended_at - self.started_at

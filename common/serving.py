@@ -388,7 +388,9 @@ class Serving:
 
     async def _next(self, c: _Carried) -> Route | Shed:
         """Where it may go now. Where all that could take it are full, it waits for its turn in the tier it entered."""
+        asked = clock.now()
         route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
+        self.telemetry.chose(c.node, clock.now() - asked)
         fixed = c.broken or c.request.shadow_of
         if isinstance(route, Shed) and c.request.version and route.reason in NOBODY and not fixed:
             c.request = replace(c.request, version="")  # rather another version than none

@@ -36,6 +36,7 @@ TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 TOTAL_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 TOKEN_BUCKETS = tuple(4.0**n for n in range(11))  # 1 … 1,048,576
 WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+DECISION_BUCKETS = (2e-5, 5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05)
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)  # seen ÷ predicted
 MODEL_LABELS = 200  # distinct model labels; further ones are counted as "other"
 LOG_FLUSH_S = 0.2  # access-log lines are written together this often
@@ -197,6 +198,12 @@ class Telemetry:
             ("stage", "quantity"),
             RATIO_BUCKETS,
         )
+        self._decision_s = Spread(
+            "headwater_decision_seconds",
+            "What choosing took, by the stage it began with: that stage and those below it that were run here",
+            ("stage",),
+            DECISION_BUCKETS,
+        )
         self._decisions = Counts("headwater_decisions", "Choices made", ("stage", "policy", "reason"))
         self._sheds = Counts("headwater_sheds", "Requests that no endpoint could take", ("reason",))
         self._attempts = Counts("headwater_attempts", "Tries at a peer or an instance", ("to", "error"))
@@ -227,6 +234,7 @@ class Telemetry:
                 self._tokens,
                 self._queue_wait,
                 self._ratio,
+                self._decision_s,
                 self._decisions,
                 self._sheds,
                 self._attempts,
@@ -266,6 +274,10 @@ class Telemetry:
         if logs.level() == "debug":
             route = "/".join((*hops[-1].path, hops[-1].pick.endpoint.id)) if hops else ""
             log.debug("decided", trace_id=record.id, route=route, attempt=attempt, model=request.model[:200])
+
+    def chose(self, start: Path, seconds: float) -> None:
+        """Stages from a node down were run, whatever came of it."""
+        self._decision_s.see((Tier.of(start).value,), seconds)
 
     def shed(self, record: RequestRecord, request: InferenceRequest, shed: Shed) -> None:
         """No endpoint could take it, or no further one."""
@@ -358,9 +370,9 @@ class Telemetry:
     def _compare(self, record: RequestRecord, stage: StageRecord) -> None:
         pick, tier = stage.pick, Tier.of(stage.path).value
         ttft, total = pick.predicted_ttft_s, pick.predicted_total_s
-        first_byte_at = record.attempts[-1].first_byte_at if record.attempts else None
-        if record.stream and first_byte_at is not None and ttft and isfinite(ttft):
-            self._ratio.see((tier, "ttft"), (first_byte_at - stage.at) / ttft)
+        began_at = record.last_began_at
+        if record.stream and began_at is not None and ttft and isfinite(ttft):
+            self._ratio.see((tier, "ttft"), (began_at - stage.at) / ttft)
         if total and isfinite(total):
             self._ratio.see((tier, "total"), (record.ended_at - stage.at) / total)
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import structlog
 import uvicorn
 
-from common import apis, backing, clock, logs
+from common import apis, backing, clock, logs, tokenizer
 from common.admin import admin_app
 from common.affinity import Affinity
 from common.balancing import Balancing
@@ -256,6 +256,7 @@ class TierProcess:
             gate=gate,
             shadows=Shadows(config.models.copies(), config.models.shadow_requests, config.models.shadow_bytes),
         )
+        self.serving.intake.tokenizers = tokenizer.Tokenizers(config.models.tokenizers)
         self.relay = Relay(
             self.serving.serve, _refusal, config.limits, config.upstream, half_close=config.upstream.half_close
         )
@@ -554,6 +555,7 @@ def verify(config: TierConfig) -> None:
     if config.policy.name not in POLICIES:
         raise ConfigError(f"policy.name: unknown policy '{config.policy.name}' (known: {', '.join(POLICIES)})")
     backing.verify(config.etcd, config.redis)
+    tokenizer.verify(config.models.tokenizers)
 
 
 def _header_names(names: tuple[str, ...]) -> frozenset[bytes]:

@@ -214,9 +214,8 @@ def _stage(record: RequestRecord, stage: StageRecord, balancer: Balancer | None)
     view.at_s = round(stage.at - record.started_at, 6)
     view.left_out = left_out_of(record, stage, balancer)
     if stage.attempt == len(record.attempts) - 1:
-        first_byte_at = record.attempts[-1].first_byte_at
-        if first_byte_at is not None and record.stream:
-            view.seen_ttft_s = _rounded(first_byte_at - stage.at)
+        if record.last_began_at is not None and record.stream:
+            view.seen_ttft_s = _rounded(record.last_began_at - stage.at)
         if record.ending is Ending.COMPLETE:
             view.seen_total_s = _rounded(record.ended_at - stage.at)
     return view
