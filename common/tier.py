@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import structlog
 import uvicorn
 
-from common import apis, backing, clock, logs
+from common import apis, backing, clock, logs, tokenizer
 from common.admin import admin_app
 from common.admin.peers import Peers
 from common.affinity import Affinity
@@ -60,6 +60,7 @@ from common.reporting import ReportServer, Tls
 from common.rollout_api import rollout_router
 from common.rollouts import Rollouts
 from common.serving import Serving
+from common.shadowing import Shadows
 from common.spans import OtlpExport
 from common.store.base import MembershipStore
 from common.telemetry import AccessLog, Telemetry
@@ -254,7 +255,9 @@ class TierProcess:
             comment_s=config.streaming.keepalive_comment_s,
             verified_peers=config.tls.peers_required,
             gate=gate,
+            shadows=Shadows(config.models.copies(), config.models.shadow_requests, config.models.shadow_bytes),
         )
+        self.serving.intake.tokenizers = tokenizer.Tokenizers(config.models.tokenizers)
         self.relay = Relay(
             self.serving.serve, _refusal, config.limits, config.upstream, half_close=config.upstream.half_close
         )
@@ -534,6 +537,7 @@ class TierProcess:
 
     async def _close(self, grace_s: float) -> None:
         await asyncio.gather(self.relay.close(grace_s), *(b.close(grace_s) for b in self.beside))
+        self.serving.shadows.close()
         self._hung.close()
         self._hook.close()
         await self.membership.close()
@@ -561,6 +565,7 @@ def verify(config: TierConfig) -> None:
     if config.policy.name not in POLICIES:
         raise ConfigError(f"policy.name: unknown policy '{config.policy.name}' (known: {', '.join(POLICIES)})")
     backing.verify(config.etcd, config.redis)
+    tokenizer.verify(config.models.tokenizers)
 
 
 def _header_names(names: tuple[str, ...]) -> frozenset[bytes]:

@@ -481,6 +481,7 @@ class Balancer:
     ) -> Decision:
         if (self._loads or self.policy.needs is not None) and not self.policy.in_seconds:
             candidates, ids = self._narrowed(request, candidates)
+        self._pool.comparing = object() if len(self.parent) < 2 else None
         columns = []
         totals: Sequence[float] | None = None
         for term, weight, scorer in self._scorers:
@@ -496,12 +497,14 @@ class Balancer:
         if totals is None:
             totals = (0.0,) * len(candidates)
         elif min(totals) == inf:
+            self._pool.comparing = None
             return self._unfit(request, candidates)
         if len(candidates) > 1:
             chosen = candidates[self.policy.picker(candidates, totals, rng)]
             if self._unknown and not request.warm and self._turn % TRIAL_EVERY == TRIAL_EVERY - 1:
                 chosen = self._on_trial(candidates, totals) or chosen
         terms, reservation = self._reserve(chosen, request, now)
+        self._pool.comparing = None
         if terms is UNFIT and len(candidates) == 1:
             self.release(reservation, Outcome.IGNORED, now)
             return self._unfit(request, candidates)
