@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -129,7 +130,9 @@ async def _report(
     twice = sum(1 for count in watch.answered.values() if count > 1)
     print(f"most often one request was run: {max(watch.runs.values(), default=0)} times; answered twice: {twice}")
     print(f"most grown: {watch.most_grown()} KB; endings: {dict(Counter(a.ending for a in asked))}")
-    for a in failed[:30]:
+    for (reason, entry), number in Counter((_reason(a), a.entry) for a in failed).most_common(20):
+        print(f"  {number} failed at {entry}: {reason}")
+    for a in _spread(failed, 20):
         print(
             f"  failed at {a.at - began:.1f} s after {a.took_s:.1f} s, by {a.entry}: "
             f"{a.kind} of {a.model} for {a.tenant}, {a.detail[:300]}"
@@ -158,6 +161,16 @@ def _line(title: str, asked: list[Asked], faults: list[Fault], excused: dict[int
         f"{sum(a.ending == 'left' for a in asked):6}{sum(a.ending == 'limited' for a in asked):5}"
         f"{sum(a.number in excused for a in asked):8}{count:8}"
     )
+
+
+def _reason(a: Asked) -> str:
+    """What its error says, without what is different each time."""
+    return re.sub(r"[0-9a-f]{32}|\d+", "#", a.detail[:160])
+
+
+def _spread(asked: list[Asked], count: int) -> list[Asked]:
+    """So many of them at most, from the first to the last."""
+    return asked[:: max(1, len(asked) // count)]
 
 
 def _share(asked: Iterable[Asked]) -> float:
