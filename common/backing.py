@@ -22,6 +22,7 @@ from common.store.memory import MemoryAffinityStore, MemoryMembershipStore
 log = structlog.get_logger()
 
 STORE_START_S = 5.0  # etcd must answer within this when a tier starts
+FIRST_WORD_S = 60.0  # … and then say what there is; it takes milliseconds, unless the machine has no time
 STORE_AGAIN_S = 0.2  # between two attempts within that
 LEAST_KEY_BYTES = 16
 

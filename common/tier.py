@@ -290,6 +290,8 @@ class TierProcess:
         self._spawn(self.rollouts.follow(), "rollouts")
         self._spawn(self.rollouts.run(), "rollouts move")
         # The first request must not meet a process that has not heard yet what there is.
+        if not await self.membership.until_heard(backing.FIRST_WORD_S):
+            log.warning("membership_not_heard", meanwhile="serving nobody yet")
         await self.until(bool, backing.STORE_START_S)
         if prepare is not None:
             await prepare()

@@ -81,7 +81,8 @@ async def _afterwards(system: ChaosSystem, traffic: Traffic, watch: Watch) -> li
     try:
         await eventually(system.idle, QUIET_S, step_s=0.5)
     except (AssertionError, OSError) as error:
-        broken.append(f"something is under way though no client waits: {error}: {await _under_way(system)}")
+        left = await _counted(system, "headwater_in_flight_requests")
+        broken.append(f"something is under way though no client waits: {error}: {left}")
     try:
         took = await system.settled(QUIET_S)
         print(f"all see each other again after {took:.1f} s")
@@ -91,19 +92,25 @@ async def _afterwards(system: ChaosSystem, traffic: Traffic, watch: Watch) -> li
     await watch.count()
     watch.look()
     broken += watch.leaks()
-    for name, tier in system.tiers.items():
-        looped = total(await metrics(tier.admin_url), "headwater_requests_total", status="508")
-        if looped:
-            broken.append(f"{looped:.0f} requests came back to {name}")
+    for name, looped in (await _counted(system, "headwater_requests_total", status="508")).items():
+        broken.append(f"{looped} requests came back to {name}")
     broken += [f"{id_} was run {count} times" for id_, count in watch.runs.items() if count > RUNS]
     broken += [f"request {a.number} ({a.kind}): {a.detail}" for a in traffic.asked if a.ending == "wrong"]
     broken += [f"request {a.number} has not ended" for a in traffic.asked if not a.ending]
     return broken + [f"in a log: {found}" for found in complaints()]
 
 
-async def _under_way(system: ChaosSystem) -> dict[str, float]:
-    found = {n: total(await metrics(t.admin_url), "headwater_in_flight_requests") for n, t in system.tiers.items()}
-    return {name: count for name, count in found.items() if count}
+async def _counted(system: ChaosSystem, metric: str, **labels: str) -> dict[str, str]:
+    """What each tier counts, where it is not 0; one that does not answer is among them."""
+
+    async def count(url: str) -> str:
+        try:
+            return f"{total(await metrics(url), metric, **labels):.0f}"
+        except (OSError, AssertionError) as error:
+            return f"no answer ({error or type(error).__name__}) for"
+
+    found = await asyncio.gather(*(count(tier.admin_url) for tier in system.tiers.values()))
+    return {name: value for name, value in zip(system.tiers, found, strict=True) if value != "0"}
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
