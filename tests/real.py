@@ -109,7 +109,7 @@ class Clients:
             if kind == "refused":
                 raw.send(post(CHAT, chat(self.model, temperature="hot"), CLOSE))
                 status = (await raw.to_end(ANSWER_S))[9:12]
-                if status not in (b"400", b"422"):
+                if not status >= b"400":
                     self.wrong.append(f"a bad field: {status!r}")
             elif kind == "left before":
                 raw.send(post(CHAT, chat(self.model, max_tokens=500), CLOSE))
