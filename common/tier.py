@@ -88,6 +88,11 @@ LIVE = frozenset(  # what may change while a tier runs; the rest is an address, 
         "streaming",
         "forward",
         "network",
+        "placement",
+        "queue",
+        "models.aliases",
+        "models.splits",
+        "models.on_demand",
         "tracing.sample_ratio",
         "log.level",
     }
@@ -156,14 +161,13 @@ class TierProcess:
         self.signer = await self._keys.signer()
         self.id = config.id or self._default_id()
         self._needs = config.placement.needs()
-        on_demand = config.models.on_demand
         self.balancing = Balancing(
             self.id,
             self._serves,
             self._policy,
             self._limits(),
             self._rng,
-            lambda model: any(fnmatchcase(model, glob) for glob in on_demand),
+            self._on_demand,
         )
         self._versions = config.models.versions()
         self.rollouts = Rollouts(
@@ -247,7 +251,7 @@ class TierProcess:
             quarantine_s=config.health.quarantine_s,
             versions=self._versions,
             hook=self._hook,
-            queue=Bounds(config.queue.max_requests, config.queue.max_tokens, config.queue.timeout_s),
+            queue=_bounds(config),
             allowed_origins=config.cors.allowed_origins,
             dropped_headers=_header_names(config.forward.drop_headers),
             comment_s=config.streaming.keepalive_comment_s,
@@ -319,6 +323,9 @@ class TierProcess:
         found = placed(named, self._needs, placement.adapter_load_s)
         return regional(found, policy.terms(), policy.price_weight_s_per_usd) if not path else found
 
+    def _on_demand(self, model: str) -> bool:
+        return any(fnmatchcase(model, glob) for glob in self.config.models.on_demand)
+
     def _place_clients(self) -> None:
         home = self.node[0] if self.node else ""
         self.serving.intake.whereabouts = Whereabouts(self.config.clients, self.config.residency, home)
@@ -331,8 +338,13 @@ class TierProcess:
     def _reconfigure(self, config: TierConfig) -> None:
         """Take another configuration over, at once; what is fixed is the same in both."""
         before, self.config = self.config, config
-        if (config.policy, self._limits()) != (before.policy, self.balancing.limits):
+        if config.placement != before.placement:
+            self._needs = config.placement.needs()
+        decides = (config.policy, config.placement, self._limits())
+        if decides != (before.policy, before.placement, self.balancing.limits):
             self.balancing.reconfigure(self._policy, self._limits())
+        self._versions.adopt(config.models.versions())
+        self.serving.queue.reconfigure(_bounds(config))
         self.relay.reconfigure(config.limits, config.upstream, half_close=config.upstream.half_close)
         self.serving.affinity.rules = config.affinity
         self.serving.intake.slo = Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s)
@@ -553,6 +565,10 @@ def verify(config: TierConfig) -> None:
         raise ConfigError(f"policy.name: unknown policy '{config.policy.name}' (known: {', '.join(POLICIES)})")
     backing.verify(config.etcd, config.redis)
     tokenizer.verify(config.models.tokenizers)
+
+
+def _bounds(config: TierConfig) -> Bounds:
+    return Bounds(config.queue.max_requests, config.queue.max_tokens, config.queue.timeout_s)
 
 
 def _header_names(names: tuple[str, ...]) -> frozenset[bytes]:
