@@ -61,6 +61,7 @@ from common.reporting import ReportServer, Tls
 from common.rollout_api import rollout_router
 from common.rollouts import Rollouts
 from common.serving import Serving
+from common.shadowing import Shadows
 from common.spans import OtlpExport
 from common.store.base import MembershipStore
 from common.telemetry import AccessLog, DecisionSink, Telemetry
@@ -264,6 +265,7 @@ class TierProcess:
             comment_s=config.streaming.keepalive_comment_s,
             verified_peers=config.tls.peers_required,
             gate=gate,
+            shadows=Shadows(config.models.copies(), config.models.shadow_requests, config.models.shadow_bytes),
         )
         self.serving.intake.tokenizers = tokenizer.Tokenizers(config.models.tokenizers)
         self.relay = Relay(
@@ -546,6 +548,7 @@ class TierProcess:
 
     async def _close(self, grace_s: float) -> None:
         await asyncio.gather(self.relay.close(grace_s), *(b.close(grace_s) for b in self.beside))
+        self.serving.shadows.close()
         self._hung.close()
         self._hook.close()
         await self.membership.close()
