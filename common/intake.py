@@ -84,6 +84,8 @@ class Intake:
         record.input_tokens, record.has_session = request.input_tokens, bool(request.session)
         record.predicted_output_tokens = request.output_tokens
         record.executions = told.attempts
+        if request.shadow_of:
+            record.shadow_of, record.version = request.shadow_of, request.version
         return told, admission
 
     async def _enter(
@@ -157,6 +159,7 @@ class Intake:
         target = self._versions.target(ask.model, ask.session or record.id)
         if target.model != ask.model:
             exchange.body = apis.renamed(exchange.body, ask.model, target.model, api.kind)
+            record.alias = ask.model
         model = record.model = ask.model = target.model
         record.version = target.version
         balancing = self._balancing

@@ -108,6 +108,7 @@ class RequestRecord:
     from_peer: bool = False
     operation: str = ""
     model: str = ""
+    alias: str = ""  # the name it was asked by, where that is not its model's
     stream: bool = False
     tenant: str = ""
     has_session: bool = False
@@ -124,6 +125,7 @@ class RequestRecord:
     queued_s: float = 0.0  # how long it waited, all times together
     executions: int = 0  # servers that were sent it so far, by this tier and all others
     version: str = ""  # of the model that was asked for, as in `InferenceRequest`
+    shadow_of: str = ""  # the request that this is a copy of, as in `InferenceRequest`
     struck: int = 0  # servers that it took down, or whose memory it exhausted, as this tier and those below saw
     served_by: str = ""  # region/cluster/instance
     first_byte_at: float | None = None

@@ -54,11 +54,12 @@ from common.relay.sending import Answer, Sending, Verdict
 from common.replies import ATTEMPTS, CONTINUATION, DECISION, OVERLOAD, REJECTED, SERVED_BY, STRUCK, Replies
 from common.route import HEADER, RouteSigner
 from common.route import Route as RouteHeader
+from common.shadowing import Shadows, copied
 from common.store.base import Placement
 from common.telemetry import Telemetry
 from common.tenancy.directory import Tenant
 from common.tenancy.gate import Admission, Gate, Used
-from common.types import InferenceRequest, Outcome, Path, Shed, Slo
+from common.types import InferenceRequest, Outcome, Path, Priority, Shed, Slo
 
 log = structlog.get_logger()
 
@@ -131,6 +132,7 @@ class Serving:
         comment_s: float = 0.0,
         verified_peers: bool = False,
         gate: Gate | None = None,
+        shadows: Shadows | None = None,
     ) -> None:
         self.process_id = process_id
         self.node = node
@@ -154,6 +156,7 @@ class Serving:
         self.queue = Queue(queue, lambda route: balancing.release(route, Outcome.IGNORED))
         self.quarantine = Quarantine(quarantine_s)
         self._hook = hook or Hook("")
+        self.shadows = shadows or Shadows({}, 0, 0)
         self._deaths: dict[Path, float] = {}  # when a server was last seen to die
         self.on_versioned: Callable[[RequestRecord], None] = lambda record: None  # a request of a split ended
         self._local = local
@@ -206,6 +209,8 @@ class Serving:
             told, admission = await self.intake.read(exchange, matched, record)
             self.telemetry.began(record)
             self._refuse_quarantined(told.request)
+            if self.shadows.rules and not record.from_peer:
+                self._shadow(exchange, matched, record, told)
             await self._carry(self._carried(exchange, api, record, context, told, admission))
         except LBError as error:
             self.replies.error(exchange, api, record, error)
@@ -220,8 +225,62 @@ class Serving:
             if admission is not None:
                 admission.end(_used(api, record))
             self.telemetry.ended(record)
-            if record.version:
+            if record.version and not record.shadow_of:
                 self.on_versioned(record)
+
+    # -- its shadow --------------------------------------------------------------------------------------------------
+
+    def _shadow(self, exchange: Exchange, matched: apis.Match, record: RequestRecord, told: RouteHeader) -> None:
+        """Have a copy of an admitted request sent elsewhere, if that is asked for; nothing of it comes back here."""
+        rule = self.shadows.wanted((record.alias, record.model), exchange, self._rng)
+        if rule is None or not record.model or told.request.owner:  # what builds on a server's memory is there only
+            return
+        if not self.shadows.takes(len(exchange.body)):
+            self.telemetry.shadow_dropped(record)
+            return
+        context = tracecontext.fresh(self._rng, 1.0 if record.sampled else 0.0)
+        copy = copied(exchange)
+        shade = self._open(copy, matched.api, context, record.path)
+        shade.tenant, shade.input_tokens, shade.stream = record.tenant, record.input_tokens, record.stream
+        shade.model, shade.version, shade.shadow_of = rule.model or record.model, rule.version, record.id
+        request = replace(
+            told.request,
+            id=shade.id,
+            model=shade.model,
+            version=rule.version,
+            priority=Priority.BATCH,
+            session="",
+            warm=(),
+            warm_tokens=0,
+            sticky=False,
+            deadline_s=None,
+            fingerprint=0,  # what it does to servers is not held against its client's
+            shadow_of=record.id,
+        )
+        told = RouteHeader(request, told.node)
+        self.shadows.run(self._carry_shadow(copy, matched.api, context, shade, told, record.model), len(exchange.body))
+
+    async def _carry_shadow(
+        self,
+        exchange: Exchange,
+        api: apis.Api,
+        context: tracecontext.TraceContext,
+        record: RequestRecord,
+        told: RouteHeader,
+        model: str,
+    ) -> None:
+        try:
+            if record.model != model:
+                exchange.body = apis.renamed(exchange.body, model, record.model, api.kind)
+            await self._carry(self._carried(exchange, api, record, context, told, None))
+        except LBError as error:
+            record.status, record.error = error.status, error.code
+        finally:
+            record.ended_at = clock.now()
+            record.status = record.status or exchange.status
+            self.telemetry.ended(record)
+
+    # -- one request -------------------------------------------------------------------------------------------------
 
     async def _answer_here(self, exchange: Exchange) -> None:
         """What is not relayed; whether this process lives, anybody may ask."""
@@ -263,7 +322,7 @@ class Serving:
         request = told.request
         limits = admission.headers if admission is not None else []
         # A client's stream may be kept up with comments here; what comes from a peer is kept up by that peer.
-        ours = not record.from_peer and exchange.carrier is None
+        ours = not record.from_peer and not record.shadow_of and exchange.carrier is None
         if self._comment_s and request.stream and ours and api.family is not apis.Family.OLLAMA:
             added = heads.lines([(DECISION, record.id.encode()), *self.replies.cors.answer(exchange.headers), *limits])
             exchange.pings = Pings(exchange, self._comment_s, added)
@@ -301,7 +360,7 @@ class Serving:
                 answer = await self._attempt(c, route)
             except UpstreamError as error:
                 failure = error
-                if not await self._again_after(c, route, error):
+                if not await self._again_after(c, route, error) or c.request.shadow_of:
                     break
             except RejectedError as error:
                 failure = error
@@ -332,10 +391,11 @@ class Serving:
         asked = clock.now()
         route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
         self.telemetry.chose(c.node, clock.now() - asked)
-        if isinstance(route, Shed) and c.request.version and route.reason in NOBODY and not c.broken:
+        fixed = c.broken or c.request.shadow_of
+        if isinstance(route, Shed) and c.request.version and route.reason in NOBODY and not fixed:
             c.request = replace(c.request, version="")  # rather another version than none
             route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
-        if isinstance(route, Route) or c.record.from_peer:
+        if isinstance(route, Route) or c.record.from_peer or c.request.shadow_of:
             return route
         shed = Shed("saturated", None, route.removed) if c.full else route
         if not self.queue.takes(shed):
@@ -463,7 +523,7 @@ class Serving:
             return observer.event_end + event if event and not observer.told_of_error else b""
 
         sending = Sending(exchange, head, exchange.body, judge, first_byte, break_words=break_words)
-        if c.api.creates and not c.record.from_peer and self.affinity.rules.held_timeout_s:
+        if c.api.creates and not c.record.from_peer and not c.request.shadow_of and self.affinity.rules.held_timeout_s:
             sending.saw = apis.FirstId(lambda id_: self._held_there(c, id_)).saw
         sending.patient = not c.request.stream
         if route.peer:  # the tier next to the server gives up first: it alone knows whom to blame, and where to go on
@@ -553,8 +613,9 @@ class Serving:
                 c.record.output_tokens += c.continuation.tokens_before
 
     def _succeeded(self, c: _Carried, answer: Answer) -> None:
-        self.quarantine.answered(c.request.fingerprint, clock.now())
-        self._learn(c, answer)
+        if not c.request.shadow_of:
+            self.quarantine.answered(c.request.fingerprint, clock.now())
+            self._learn(c, answer)
 
     def _learn(self, c: _Carried, answer: Answer) -> None:
         if not c.record.from_peer and not c.broken:
@@ -633,6 +694,8 @@ class Serving:
         return c.meaning in ELSEWHERE
 
     def _may_retry(self, c: _Carried) -> bool:
+        if c.request.shadow_of:
+            return False
         return c.record.executions < self._attempts and self._budget.take(clock.now())
 
     async def _again_after(self, c: _Carried, route: Route, error: UpstreamError) -> bool:

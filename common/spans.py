@@ -66,6 +66,8 @@ def spans_of(record: RequestRecord) -> list[Span]:
         attributes["gen_ai.usage.output_tokens"] = int(record.output_tokens)
     if record.served_by:
         attributes["headwater.served_by"] = record.served_by
+    if record.shadow_of:
+        attributes["headwater.shadow_of"] = record.shadow_of
     events = _events(record, wall)
     server = Span(
         record.id,

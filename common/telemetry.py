@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from random import Random
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -116,6 +116,7 @@ def access_line(r: RequestRecord) -> dict[str, Any]:
         "error": r.error or None,
         "served_by": r.served_by or None,
         "from_peer": r.from_peer,
+        "shadow_of": r.shadow_of or None,
         "attempts": len(r.attempts),
         "input_tokens": r.input_tokens,
         "output_tokens": r.output_tokens,
@@ -123,6 +124,16 @@ def access_line(r: RequestRecord) -> dict[str, Any]:
         "ttft_s": None if r.ttft_s is None else round(r.ttft_s, 6),
         "total_s": round(r.total_s, 6),
     }
+
+
+class DecisionSink(Protocol):
+    """Where decision records go besides the ring: `write` queues one and waits for nothing."""
+
+    def write(self, record: RequestRecord) -> None:
+        """Queue what a finished request says."""
+
+    def flush(self) -> None:
+        """Write what is queued, as far as that takes no waiting for others."""
 
 
 class Telemetry:
@@ -135,7 +146,7 @@ class Telemetry:
         known_model: Callable[[str], bool],
         recent_bytes: int = RECENT_BYTES,
         access_log: bool = True,
-        decisions: AccessLog | None = None,
+        decisions: Sequence[DecisionSink] = (),
         export: Callable[[RequestRecord], None] | None = None,
         slow_ttft_s: float = SLOW_TTFT_S,
         slow_tpot_s: float = SLOW_TPOT_S,
@@ -209,6 +220,19 @@ class Telemetry:
         self._retries = Counts("headwater_retries", "Tries after the first of a request", ("after",))
         self._takeovers = Counts("headwater_takeovers", "Stages run here because their own tier was gone", ("stage",))
         self._affinity = Counts("headwater_affinity", "Requests of sessions, by where they went", ("result",))
+        shadow = ("operation", "model", "version")
+        self._shadows = Counts(
+            "headwater_shadow_requests", "Copies of requests whose answers nobody gets", (*shadow, "status", "ending")
+        )
+        self._shadows_dropped = Counts(
+            "headwater_shadow_dropped", "Copies that were not made, for too many were under way", ("model",)
+        )
+        self._shadow_total = Spread(
+            "headwater_shadow_duration_seconds", "From a copy's request to its answer's end", shadow, TOTAL_BUCKETS
+        )
+        self._shadow_ttft = Spread(
+            "headwater_shadow_time_to_first_token_seconds", "Of copies whose answers are streamed", shadow, TTFT_BUCKETS
+        )
         self.registry.register(
             Scrape(
                 self.in_flight,
@@ -227,6 +251,10 @@ class Telemetry:
                 self._retries,
                 self._takeovers,
                 self._affinity,
+                self._shadows,
+                self._shadows_dropped,
+                self._shadow_total,
+                self._shadow_ttft,
             )
         )
 
@@ -278,6 +306,8 @@ class Telemetry:
 
     def began(self, record: RequestRecord) -> None:
         """A request was understood and is on its way."""
+        if record.shadow_of:
+            return
         self.in_flight.value += 1
         record.counted = True
 
@@ -285,6 +315,19 @@ class Telemetry:
         """A request ended, in whatever way."""
         if record.counted:
             self.in_flight.value -= 1
+        if record.shadow_of:
+            self._shadow_ended(record)
+        else:
+            self._client_ended(record)
+        self.recent.add(record)
+        if self.log is not None:
+            self.log.write(record)
+        if self._export is not None and (
+            record.sampled or record.ending is not Ending.COMPLETE or record.status >= 500 or self.slow(record)
+        ):
+            self._export(record)
+
+    def _client_ended(self, record: RequestRecord) -> None:
         model = self._model_label(record.model)
         status = str(record.status or 499)  # 499, as nginx has it: the client left before an answer began
         self._requests.add((record.operation, model, status, record.ending.value))
@@ -297,17 +340,23 @@ class Telemetry:
                 self._retries.add((before.error or f"status_{before.status}",))
         if record.queued_at is not None:
             self._queue_wait.see((), record.queued_s)
-        self.recent.add(record)
         if not record.from_peer:
             self.history.see(record)
-        if self.log is not None:
-            self.log.write(record)
-        if self.decisions is not None:
-            self.decisions.write(record)
-        if self._export is not None and (
-            record.sampled or record.ending is not Ending.COMPLETE or record.status >= 500 or self.slow(record)
-        ):
-            self._export(record)
+        for sink in self.decisions:
+            sink.write(record)
+
+    def shadow_dropped(self, record: RequestRecord) -> None:
+        """A request was not copied, for too many copies are under way."""
+        self._shadows_dropped.add((self._model_label(record.model),))
+
+    def _shadow_ended(self, record: RequestRecord) -> None:
+        """A copy of a client's request ended: counted apart, for no client had anything of it."""
+        labels = (record.operation, self._model_label(record.model), record.version)
+        self._shadows.add((*labels, str(record.status or 499), record.ending.value))
+        if record.went_well:
+            self._shadow_total.see(labels, record.total_s)
+            if record.stream and record.ttft_s is not None:
+                self._shadow_ttft.see(labels, record.ttft_s)
 
     def _see(self, record: RequestRecord, labels: tuple[str, str]) -> None:
         """What a request that went well says of times, tokens, predictions and sessions."""
@@ -355,9 +404,9 @@ class Telemetry:
 
     def close(self) -> None:
         """Write what is still queued."""
-        for log in (self.log, self.decisions):
-            if log is not None:
-                log.flush()
+        for sink in (self.log, *self.decisions):
+            if sink is not None:
+                sink.flush()
 
 
 def _reason(path: Path, pick: Pick, request: InferenceRequest) -> str:

@@ -136,6 +136,7 @@ class Decision(msgspec.Struct, omit_defaults=True):
     outcome: Outcome
     tenant: str = ""
     from_peer: bool = False
+    shadow_of: str = ""
     features: Features | None = None
     stages: list[StageView] = []
     attempts: list[AttemptView] = []
@@ -158,6 +159,7 @@ def decision_of(record: RequestRecord, balancers: Mapping[Path, Balancer]) -> De
         outcome=_outcome(record),
         tenant=record.tenant,
         from_peer=record.from_peer,
+        shadow_of=record.shadow_of,
         features=None if record.request is None else features_of(record.request),
         stages=[_stage(record, stage, balancers.get(stage.path)) for stage in record.stages],
         attempts=[_attempt(record, attempt) for attempt in record.attempts],

@@ -27,6 +27,15 @@ class Target(NamedTuple):
     weight: float = 1.0
 
 
+class Shadow(NamedTuple):
+    """Where copies of the requests for one name go as well. `ratio`: of them, 0 … 1; `paths`: globs, none: any."""
+
+    model: str = ""  # "": the one the request goes to itself
+    version: str = ANY
+    ratio: float = 1.0
+    paths: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """Targets of one name. A target of weight 0 gets nothing; at least one has more."""

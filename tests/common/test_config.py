@@ -362,6 +362,7 @@ def keys(model: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[tup
 
 
 SPECIAL = {
+    "models.shadows": "{chat: {model: small, ratio: 0.5}}",
     "retry.continue_streams": "[/v1/completions]",
     "policy.slo_ttft_s": "2.5",
     "policy.slo_tpot_s": "0.1",

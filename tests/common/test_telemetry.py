@@ -368,6 +368,7 @@ def test_the_access_line_of_a_request() -> None:
         "error": None,
         "served_by": "eu/c1/i1",
         "from_peer": True,
+        "shadow_of": None,
         "tenant": None,
         "attempts": 2,
         "queued_s": 0.0,

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from common.config import TierConfig
+from common.policy.versions import label_of
 from common.store.memory import MemoryMembershipStore
 from common.tier import TierProcess
 from common.types import Endpoint, Path
@@ -486,7 +487,8 @@ async def tiers(
         stack.push_async_callback(lambda: asyncio.gather(*(tier._close(0.0) for tier in (*chain, *spare))))
         for engine in engines:
             endpoint = Endpoint(engine.name, url=engine.url, models=frozenset({engine.model}), gpu="h100")
-            endpoint = replace(endpoint, engine=engine.engine)
+            labels = frozenset({label_of(engine.version)} if engine.version else ())
+            endpoint = replace(endpoint, engine=engine.engine, labels=labels)
             await chain[-1].membership.register_instance(CLUSTER, endpoint)
         world = Tiers(chain, engines, spare)
         await eventually(lambda: _known(world), 20.0)
