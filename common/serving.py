@@ -153,6 +153,7 @@ class Serving:
         self._hook = hook or Hook("")
         self._deaths: dict[Path, float] = {}  # when a server was last seen to die
         self.on_versioned: Callable[[RequestRecord], None] = lambda record: None  # a request of a split ended
+        self.on_arrival: Callable[[InferenceRequest], None] = lambda request: None  # one was understood
         self._local = local
         self._gate = gate
         self._attempts = attempts
@@ -198,6 +199,7 @@ class Serving:
         admission: Admission | None = None
         try:
             told, admission = await self.intake.read(exchange, matched, record)
+            self.on_arrival(told.request)
             self.telemetry.began(record)
             self._refuse_quarantined(told.request)
             await self._carry(self._carried(exchange, api, record, context, told, admission))
