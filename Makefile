@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup compile interpret tools sbom audit docs site compose charts demo sim test check lock proto clean
+.PHONY: setup compile interpret tools sbom audit docs site compose charts demo chaos sim test check lock proto clean
 
 # The stamp's name has the lock file's checksum, so an unchanged lock costs nothing and a changed one is installed.
 STAMP := $(VENV)/.installed-$(shell cksum requirements.lock pyproject.toml | cksum | cut -d' ' -f1)
@@ -33,6 +33,9 @@ tools: $(TOOLS)
 
 demo: $(STAMP)
 	@$(BIN)/headwater demo $(ARGS)
+
+chaos: $(STAMP)  # twenty minutes of traffic while everything is broken in turn; ARGS="--minutes 2 --seed 3"
+	@$(BIN)/python -m tests.chaos $(ARGS)
 
 test: $(STAMP)
 	@$(BIN)/pytest -q $(ARGS)

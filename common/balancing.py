@@ -6,7 +6,7 @@ synchronous: a route with its reservations is one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
 
 from common import clock, orca
@@ -56,24 +56,30 @@ class Balancing:
         self._peers: dict[str, Breaker] = {}
         self._peer_in_flight: dict[str, int] = {}
         self._models: dict[str, float] = {}  # model -> last served by somebody
+        self._pools: dict[Path, Pool] = {}  # as the balancers were told last
 
     # -- what is told ------------------------------------------------------------------------------------------------
 
     def update(self, pools: Mapping[Path, Pool]) -> None:
         """All pools as membership knows them now."""
         now = clock.now()
-        self._remember_models(now)  # those served until now, some of them for the last time
         for path, pool in pools.items():
+            if pool is self._pools.get(path):
+                continue  # of thousands of endpoints, few change at a time
             balancer = self.balancers.get(path)
             if balancer is None:
                 balancer = self.balancers[path] = Balancer(path, self._policy(path), self.limits)
+            self._remember_models((balancer,), now)  # those served until now, some of them for the last time
             balancer.update(pool, now)
+            self._remember_models((balancer,), now)
         for path in self.balancers.keys() - pools.keys():
             balancer = self.balancers[path]
+            self._remember_models((balancer,), now)
             balancer.update(Pool(path), now)
             if not balancer.in_flight:
                 del self.balancers[path]
-        self._remember_models(now)
+        self._pools = dict(pools)
+        self._forget_models(now)
         alive = {peer.id for pool in pools.values() for e in pool.endpoints for peer in e.balancers}
         for gone in self._peers.keys() - alive:
             del self._peers[gone]
@@ -84,13 +90,17 @@ class Balancing:
         for path, balancer in self.balancers.items():
             balancer.reconfigure(policy(path), limits)
 
-    def _remember_models(self, now: float) -> None:
-        for balancer in self.balancers.values():
+    def _remember_models(self, balancers: Iterable[Balancer], now: float) -> None:
+        for balancer in balancers:
             if len(balancer.parent) == 2:
                 for candidate in balancer.candidates.values():
                     for model in candidate.endpoint.offers:
                         self._models[model] = now
+
+    def _forget_models(self, now: float) -> None:
+        """Bound what is remembered; what is served goes last."""
         if len(self._models) > MODELS_REMEMBERED:
+            self._remember_models(self.balancers.values(), now)
             oldest = sorted(self._models, key=lambda m: self._models[m])
             for model in oldest[: len(oldest) - MODELS_REMEMBERED]:
                 del self._models[model]
@@ -287,7 +297,8 @@ class Balancing:
             return seen is not None
         # Membership speaks up only when something changes, so an old entry may well be served to this day.
         del self._models[model]
-        self._remember_models(now)
+        self._remember_models(self.balancers.values(), now)
+        self._forget_models(now)
         return model in self._models
 
     def any_model(self) -> bool:

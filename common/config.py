@@ -18,6 +18,7 @@ import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     IPvAnyNetwork,
@@ -30,7 +31,7 @@ from common.errors import ConfigError
 from common.logs import LevelName
 from common.policy.placement import Needs, Rule
 from common.policy.regions import Region, Regions
-from common.policy.versions import Split, Target, Versions
+from common.policy.versions import Shadow, Split, Target, Versions
 from common.types import Priority
 
 Key = tuple[str | int, ...]
@@ -76,6 +77,12 @@ def _token(value: str) -> str:
     return value
 
 
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = BeforeValidator(_whole)
+"""For integers of strict models: 5.0 is 5 in JSON, where "5" is none."""
 NetworkAddress = Annotated[str, AfterValidator(_network)]
 Token = Annotated[str, AfterValidator(_token)]
 Name = Annotated[str, AfterValidator(_name)]
@@ -142,6 +149,8 @@ class Retry(Section):
     """Servers that one request may be sent to, over all tiers together."""
     budget_ratio: Fraction = 0.2
     """Retries as a share of recent requests, on top of a few a second."""
+    continue_streams: tuple[Literal["/v1/chat/completions", "/v1/completions"], ...] = ()
+    """Routes whose streams are carried on by another server when theirs breaks; see docs/relay.md."""
 
 
 class QueueSection(Section):
@@ -322,6 +331,25 @@ def _some_weight(weights: Mapping[str, float]) -> Mapping[str, float]:
 Shares = Annotated[Weights, AfterValidator(_some_weight)]
 
 
+class ShadowTo(Section):
+    """Where copies of requests go: a model, a version, or both."""
+
+    model: Annotated[str, Field(max_length=512)] = ""
+    """Another model than the request's; none: the same."""
+    version: Annotated[str, Field(max_length=256)] = ""
+    """The `version` of instances; where nobody has it, nothing is sent."""
+    ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of the requests that are copied."""
+    paths: Globs = ()
+    """Of requests, as in /v1/chat/*; none: any."""
+
+    @model_validator(mode="after")
+    def _goes_somewhere(self) -> ShadowTo:
+        if not self.model and not self.version:
+            raise ValueError("names neither a model nor a version")
+        return self
+
+
 class Models(Section):
     """Names of models, and versions behind one name."""
 
@@ -332,6 +360,16 @@ class Models(Section):
     """Shares of a model's versions, as in `{llama: {v1: 95, v2: 5}}`, by `version` of the agents' instances."""
     on_demand: Globs = ()
     """Models that are started when asked for: requests for them wait (`queue`) while no instance has them."""
+    shadows: Annotated[Mapping[ModelName, ShadowTo], Field(max_length=1000)] = {}
+    """Copies of the requests for a name, as in `{llama: {version: v2, ratio: 0.1}}`: answered by another version or
+    model as well, for nobody, beside what they are copies of."""
+    shadow_requests: Count = 16
+    """Copies under way at once in one process; further requests are not copied."""
+    shadow_bytes: Annotated[int, Field(ge=1, le=2**40)] = 16 * 1024 * 1024
+    """Bytes of their bodies together."""
+    tokenizers: Annotated[Mapping[ModelName, str], Field(max_length=256)] = {}
+    """`tokenizer.json` of models (a `*` at the end stands for anything), as in `{llama-8b: /m/tokenizer.json}`:
+    their prompts are counted rather than estimated from bytes. Needs the extra `tokenizer`."""
 
     def versions(self) -> Versions:
         """The splits as policy has them."""
@@ -344,6 +382,10 @@ class Models(Section):
             for model, shares in self.splits.items()
         }
         return Versions(aliases, splits)
+
+    def copies(self) -> dict[str, Shadow]:
+        """The shadows as policy has them."""
+        return {name: Shadow(to.model, to.version, to.ratio, to.paths) for name, to in self.shadows.items()}
 
 
 def _shares(to: str | Mapping[str, float]) -> Mapping[str, float]:
@@ -485,6 +527,10 @@ class Tracing(Section):
     """Finished requests remembered for `headwater trace` and `explain`; at most 32 MiB of them."""
     decisions_file: str = ""
     """Every request's decision record is also appended to this file, a JSON line each; none: it is only remembered."""
+    decisions_stream: str = ""
+    """And added to this stream in Redis (`redis.url`), as JSON in the field `decision`."""
+    decisions_stream_entries: Annotated[int, Field(ge=100, le=10_000_000)] = 10_000
+    """About so many are kept there; one takes 5 to 10 KB."""
 
 
 class Auth(Section):

@@ -14,7 +14,7 @@ from typing import Annotated
 import httpx
 import msgspec
 from fastapi import APIRouter, HTTPException
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from common import clock
 from common.balancing import Balancing
@@ -29,6 +29,8 @@ NAMED = 5  # of the places that carry an ambiguous name
 
 class DrainRequest(BaseModel):
     """What to drain, and for people why."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     id: Annotated[str, Field(min_length=1, max_length=200)]
     """A path (`eu`, `eu/eu-a`, `eu/eu-a/i1`), or a name that is carried once."""

@@ -16,7 +16,7 @@ from common.balancing import Balancing
 from common.config import Clients, Residency
 from common.errors import BadRequest, Draining, Forbidden, ModelNotFound, NoEndpoints, QuotaExceeded, StoreUnavailable
 from common.policy.addresses import AddressRates, client_of, within
-from common.policy.input_length import InputLength
+from common.policy.input_length import BYTES_PER_TOKEN, InputLength
 from common.policy.output_length import OutputLength
 from common.policy.versions import Versions
 from common.records import RequestRecord
@@ -25,9 +25,11 @@ from common.relay.exchange import Exchange
 from common.route import HEADER, MAX_HOPS, OtherVersion, Route, RouteSigner
 from common.tenancy.gate import Admission, Gate
 from common.tenancy.keys import without_credentials, without_query_credentials
+from common.tokenizer import Tokenizers
 from common.types import NO_SLO, InferenceRequest, Path, Priority, Slo
 from common.whereabouts import Whereabouts
 
+COUNTED_HERE_BYTES = 8192  # prompts above this are tokenized by a thread
 DECODED_HERE_BYTES = 65_536  # compressed bodies above this are decoded by a thread
 UNDERSTOOD_HERE_BYTES = 262_144  # and bodies above this are read by one: about half a millisecond's work
 
@@ -50,6 +52,7 @@ class Intake:
         self.whereabouts = Whereabouts(Clients(), Residency(), "")
         self.leaving = False  # peers are told to go elsewhere
         self.inputs = InputLength()
+        self.tokenizers = Tokenizers({})
         self._balancing = balancing
         self._affinity = affinity
         self._signer = signer
@@ -81,6 +84,8 @@ class Intake:
         record.input_tokens, record.has_session = request.input_tokens, bool(request.session)
         record.predicted_output_tokens = request.output_tokens
         record.executions = told.attempts
+        if request.shadow_of:
+            record.shadow_of, record.version = request.shadow_of, request.version
         return told, admission
 
     async def _enter(
@@ -154,6 +159,7 @@ class Intake:
         target = self._versions.target(ask.model, ask.session or record.id)
         if target.model != ask.model:
             exchange.body = apis.renamed(exchange.body, ask.model, target.model, api.kind)
+            record.alias = ask.model
         model = record.model = ask.model = target.model
         record.version = target.version
         balancing = self._balancing
@@ -162,6 +168,8 @@ class Intake:
             raise NoEndpoints("no instance is registered yet", retry_after_s=1.0)
         if not api.model_optional and not balancing.known(model) and not (balancing.any_model() or on_demand):
             raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
+        if self.tokenizers.has(model) and api.kind is apis.Kind.JSON:
+            ask.size = await self._counted(model, body) or ask.size
         record.input_bytes, record.input_items = ask.size, ask.items
         hints = apis.NO_HINTS if apis.HINTS.isdisjoint(exchange.fields) else apis.read_hints(exchange.header)
         input_tokens = self.inputs.expect(model, ask.size, ask.items)
@@ -194,6 +202,14 @@ class Intake:
             sticky = mode == "strict"
             request = replace(request, warm=placement.path, warm_tokens=placement.tokens, sticky=sticky)
         return request, hints.priority
+
+    async def _counted(self, model: str, body: bytes) -> int:
+        """The prompt's tokens by the model's own tokenizer, as so many bytes of common text; 0: cannot be told."""
+
+        def count() -> int:
+            return round((self.tokenizers.count(model, apis.prose(body)) or 0) * BYTES_PER_TOKEN)
+
+        return await asyncio.to_thread(count) if len(body) > COUNTED_HERE_BYTES else count()
 
     async def _owner(self, held: tuple[str, ...]) -> Path:
         """The instance that holds what a request builds on; () when that is not known. Raises NoEndpoints."""

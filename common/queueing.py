@@ -33,6 +33,10 @@ class Queue:
         self._waiting: dict[Waiter, tuple[Attempt, asyncio.Future[Route]]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
+    def reconfigure(self, bounds: Bounds) -> None:
+        """Other bounds from now on. Nobody who waits is sent away for want of room; time is up by the new ones."""
+        self.bounds = self.room.bounds = bounds
+
     def takes(self, shed: Shed) -> bool:
         """Whether waiting may help: the reason passes, and does so before the time in the room is over."""
         return (

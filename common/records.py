@@ -88,6 +88,7 @@ class AttemptRecord:
     ended_at: float | None = None
     status: int = 0
     error: str = ""
+    continues: bool = False  # the stream of the attempt before it, which broke
 
 
 @dataclass(slots=True)
@@ -107,6 +108,7 @@ class RequestRecord:
     from_peer: bool = False
     operation: str = ""
     model: str = ""
+    alias: str = ""  # the name it was asked by, where that is not its model's
     stream: bool = False
     tenant: str = ""
     has_session: bool = False
@@ -123,6 +125,7 @@ class RequestRecord:
     queued_s: float = 0.0  # how long it waited, all times together
     executions: int = 0  # servers that were sent it so far, by this tier and all others
     version: str = ""  # of the model that was asked for, as in `InferenceRequest`
+    shadow_of: str = ""  # the request that this is a copy of, as in `InferenceRequest`
     struck: int = 0  # servers that it took down, or whose memory it exhausted, as this tier and those below saw
     served_by: str = ""  # region/cluster/instance
     first_byte_at: float | None = None
@@ -138,6 +141,12 @@ class RequestRecord:
     def ttft_s(self) -> float | None:
         """Seconds until the first byte of the answer's body left for the client."""
         return None if self.first_byte_at is None else self.first_byte_at - self.started_at
+
+    @property
+    def last_began_at(self) -> float | None:
+        """When the server that answered in the end sent its first byte: not the first one's, if it carries that on."""
+        carries_on = bool(self.attempts) and self.attempts[-1].continues
+        return self.attempts[-1].first_byte_at if carries_on else self.first_byte_at
 
     @property
     def total_s(self) -> float:

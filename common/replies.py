@@ -21,6 +21,7 @@ STRUCK = b"x-headwater-struck"  # servers that the request took down
 REJECTED = b"x-headwater-rejected"  # a peer dispatched nothing: the tier above may try a sibling
 SERVED_BY = b"x-headwater-served-by"
 DECISION = b"x-headwater-decision"
+CONTINUATION = b"x-headwater-continuation"  # "on": should the stream break, another server carries it on
 ATTEMPTS = b"x-headwater-attempts"
 JSON = (b"content-type", b"application/json")
 SSE = "text/event-stream"

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, HTTPException
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from common.config import Whole
 from common.errors import StoreUnavailable
 from common.policy.rollout import Guard, Rollout
 from common.rollouts import Rollouts
@@ -15,11 +16,13 @@ from common.rollouts import Rollouts
 class RolloutRequest(BaseModel):
     """What to roll out, and how."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     to: Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]{1,64}$")]
-    steps: Annotated[tuple[Annotated[float, Field(gt=0.0, le=100.0)], ...], Field(min_length=1, max_length=20)] = (
+    steps: Annotated[
+        tuple[Annotated[float, Field(gt=0.0, le=100.0)], ...], Field(min_length=1, max_length=20, strict=False)
+    ] = (
         5.0,
         25.0,
         50.0,
@@ -28,7 +31,7 @@ class RolloutRequest(BaseModel):
     step_s: Annotated[float, Field(ge=0.1, le=86_400.0)] = 60.0
     error_increase: Annotated[float, Field(ge=0.0, le=1.0)] = Guard().error_increase
     ttft_ratio: Annotated[float, Field(ge=1.0, le=100.0)] = Guard().ttft_ratio
-    min_requests: Annotated[int, Field(ge=0, le=1_000_000)] = Guard().min_requests
+    min_requests: Annotated[int, Field(ge=0, le=1_000_000), Whole] = Guard().min_requests
 
     @field_validator("steps")
     @classmethod

@@ -41,7 +41,7 @@ from common.policy.admission import RetryBudget
 from common.policy.output_length import OutputLength
 from common.policy.quarantine import STRIKES, Quarantine
 from common.policy.stages import Route
-from common.policy.versions import Versions
+from common.policy.versions import Versions, version_of
 from common.policy.waiting import Bounds
 from common.queueing import WAITABLE, Queue, error_of
 from common.records import AttemptRecord, Ending, RequestRecord
@@ -51,14 +51,15 @@ from common.relay.exchange import Exchange
 from common.relay.keepalive import Pings
 from common.relay.relay import Relay
 from common.relay.sending import Answer, Sending, Verdict
-from common.replies import ATTEMPTS, DECISION, OVERLOAD, REJECTED, SERVED_BY, STRUCK, Replies
+from common.replies import ATTEMPTS, CONTINUATION, DECISION, OVERLOAD, REJECTED, SERVED_BY, STRUCK, Replies
 from common.route import HEADER, RouteSigner
 from common.route import Route as RouteHeader
+from common.shadowing import Shadows, copied
 from common.store.base import Placement
 from common.telemetry import Telemetry
 from common.tenancy.directory import Tenant
 from common.tenancy.gate import Admission, Gate, Used
-from common.types import InferenceRequest, Outcome, Path, Shed, Slo
+from common.types import InferenceRequest, Outcome, Path, Priority, Shed, Slo
 
 log = structlog.get_logger()
 
@@ -99,6 +100,8 @@ class _Carried:
     waits: int = 0  # for those that refused it
     peers_lost: int = 0
     meaning: Meaning = Meaning.FINE  # of the last answer that was read here
+    continuation: apis.Continuation | None = None  # of a stream that may be carried on by another server
+    broken: bool = False  # it broke, and its client waits for that server
 
 
 class Serving:
@@ -116,6 +119,7 @@ class Serving:
         *,
         attempts: int,
         budget_ratio: float,
+        continue_streams: frozenset[str],
         sample_ratio: float,
         rng: Random,
         queue: Bounds,
@@ -128,6 +132,7 @@ class Serving:
         comment_s: float = 0.0,
         verified_peers: bool = False,
         gate: Gate | None = None,
+        shadows: Shadows | None = None,
     ) -> None:
         self.process_id = process_id
         self.node = node
@@ -151,6 +156,7 @@ class Serving:
         self.queue = Queue(queue, lambda route: balancing.release(route, Outcome.IGNORED))
         self.quarantine = Quarantine(quarantine_s)
         self._hook = hook or Hook("")
+        self.shadows = shadows or Shadows({}, 0, 0)
         self._deaths: dict[Path, float] = {}  # when a server was last seen to die
         self.on_versioned: Callable[[RequestRecord], None] = lambda record: None  # a request of a split ended
         self.on_arrival: Callable[[InferenceRequest], None] = lambda request: None  # one was understood
@@ -158,6 +164,7 @@ class Serving:
         self._gate = gate
         self._attempts = attempts
         self._budget = RetryBudget(budget_ratio)
+        self._continue_streams = continue_streams
         self._sample_ratio = sample_ratio
         self._dropped = dropped_headers
         self._comment_s = comment_s
@@ -169,6 +176,7 @@ class Serving:
         *,
         attempts: int,
         budget_ratio: float,
+        continue_streams: frozenset[str],
         sample_ratio: float,
         allowed_origins: tuple[str, ...],
         dropped_headers: frozenset[bytes],
@@ -176,6 +184,7 @@ class Serving:
     ) -> None:
         """Other settings for the requests that come from now on."""
         self._attempts, self._budget.ratio, self._sample_ratio = attempts, budget_ratio, sample_ratio
+        self._continue_streams = continue_streams
         self.replies = Replies(allowed_origins)
         self._dropped, self._comment_s = dropped_headers, comment_s
 
@@ -202,6 +211,8 @@ class Serving:
             self.on_arrival(told.request)
             self.telemetry.began(record)
             self._refuse_quarantined(told.request)
+            if self.shadows.rules and not record.from_peer:
+                self._shadow(exchange, matched, record, told)
             await self._carry(self._carried(exchange, api, record, context, told, admission))
         except LBError as error:
             self.replies.error(exchange, api, record, error)
@@ -216,8 +227,62 @@ class Serving:
             if admission is not None:
                 admission.end(_used(api, record))
             self.telemetry.ended(record)
-            if record.version:
+            if record.version and not record.shadow_of:
                 self.on_versioned(record)
+
+    # -- its shadow --------------------------------------------------------------------------------------------------
+
+    def _shadow(self, exchange: Exchange, matched: apis.Match, record: RequestRecord, told: RouteHeader) -> None:
+        """Have a copy of an admitted request sent elsewhere, if that is asked for; nothing of it comes back here."""
+        rule = self.shadows.wanted((record.alias, record.model), exchange, self._rng)
+        if rule is None or not record.model or told.request.owner:  # what builds on a server's memory is there only
+            return
+        if not self.shadows.takes(len(exchange.body)):
+            self.telemetry.shadow_dropped(record)
+            return
+        context = tracecontext.fresh(self._rng, 1.0 if record.sampled else 0.0)
+        copy = copied(exchange)
+        shade = self._open(copy, matched.api, context, record.path)
+        shade.tenant, shade.input_tokens, shade.stream = record.tenant, record.input_tokens, record.stream
+        shade.model, shade.version, shade.shadow_of = rule.model or record.model, rule.version, record.id
+        request = replace(
+            told.request,
+            id=shade.id,
+            model=shade.model,
+            version=rule.version,
+            priority=Priority.BATCH,
+            session="",
+            warm=(),
+            warm_tokens=0,
+            sticky=False,
+            deadline_s=None,
+            fingerprint=0,  # what it does to servers is not held against its client's
+            shadow_of=record.id,
+        )
+        told = RouteHeader(request, told.node)
+        self.shadows.run(self._carry_shadow(copy, matched.api, context, shade, told, record.model), len(exchange.body))
+
+    async def _carry_shadow(
+        self,
+        exchange: Exchange,
+        api: apis.Api,
+        context: tracecontext.TraceContext,
+        record: RequestRecord,
+        told: RouteHeader,
+        model: str,
+    ) -> None:
+        try:
+            if record.model != model:
+                exchange.body = apis.renamed(exchange.body, model, record.model, api.kind)
+            await self._carry(self._carried(exchange, api, record, context, told, None))
+        except LBError as error:
+            record.status, record.error = error.status, error.code
+        finally:
+            record.ended_at = clock.now()
+            record.status = record.status or exchange.status
+            self.telemetry.ended(record)
+
+    # -- one request -------------------------------------------------------------------------------------------------
 
     async def _answer_here(self, exchange: Exchange) -> None:
         """What is not relayed; whether this process lives, anybody may ask."""
@@ -259,7 +324,7 @@ class Serving:
         request = told.request
         limits = admission.headers if admission is not None else []
         # A client's stream may be kept up with comments here; what comes from a peer is kept up by that peer.
-        ours = not record.from_peer and exchange.carrier is None
+        ours = not record.from_peer and not record.shadow_of and exchange.carrier is None
         if self._comment_s and request.stream and ours and api.family is not apis.Family.OLLAMA:
             added = heads.lines([(DECISION, record.id.encode()), *self.replies.cors.answer(exchange.headers), *limits])
             exchange.pings = Pings(exchange, self._comment_s, added)
@@ -297,7 +362,7 @@ class Serving:
                 answer = await self._attempt(c, route)
             except UpstreamError as error:
                 failure = error
-                if not await self._again_after(c, route, error):
+                if not await self._again_after(c, route, error) or c.request.shadow_of:
                     break
             except RejectedError as error:
                 failure = error
@@ -315,6 +380,8 @@ class Serving:
                 c.exclude.add(route.target)
                 if not self._moves(c, route, answer) or not self._may_retry(c):
                     break
+        if c.broken:
+            self._cut_off(c)
         if refusal is not None:
             moves = heads.find(refusal.headers, REJECTED) is not None or c.meaning in ELSEWHERE
             self.replies.refusal(c.exchange, c.api, c.record, refusal, final=not moves)
@@ -323,11 +390,14 @@ class Serving:
 
     async def _next(self, c: _Carried) -> Route | Shed:
         """Where it may go now. Where all that could take it are full, it waits for its turn in the tier it entered."""
+        asked = clock.now()
         route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
-        if isinstance(route, Shed) and c.request.version and route.reason in NOBODY:
+        self.telemetry.chose(c.node, clock.now() - asked)
+        fixed = c.broken or c.request.shadow_of
+        if isinstance(route, Shed) and c.request.version and route.reason in NOBODY and not fixed:
             c.request = replace(c.request, version="")  # rather another version than none
             route = self.balancing.route(c.request, c.node, frozenset(c.exclude | c.full))
-        if isinstance(route, Route) or c.record.from_peer:
+        if isinstance(route, Route) or c.record.from_peer or c.request.shadow_of:
             return route
         shed = Shed("saturated", None, route.removed) if c.full else route
         if not self.queue.takes(shed):
@@ -362,6 +432,7 @@ class Serving:
             route.url,
             clock.now(),
             tracecontext.new_span_id(self._rng),
+            continues=c.broken,
         )
         c.record.attempts.append(attempt)
         outcome, answer, unreachable = Outcome.IGNORED, None, False
@@ -384,7 +455,7 @@ class Serving:
             if unreachable and not route.peer:
                 c.record.executions -= 1  # it never saw the request
             outcome = Outcome.IGNORED if route.peer or c.exchange.ended else Outcome.FAILED
-            if isinstance(error, StreamBroken) and c.exchange.committed:
+            if isinstance(error, StreamBroken) and c.exchange.committed and not c.broken:
                 c.record.ending, c.record.error = Ending.BROKE_AFTER, error.code
             raise
         except RejectedError as error:
@@ -402,7 +473,7 @@ class Serving:
             self.balancing.release(
                 route,
                 outcome,
-                output_tokens=c.record.output_tokens,
+                output_tokens=None if attempt.continues else c.record.output_tokens,
                 cached_tokens=cached,
                 unreachable=unreachable,
                 retry_after_s=retry_after_s,
@@ -432,6 +503,8 @@ class Serving:
                 return Verdict.COLLECT
             if exchange.status and not _continues_events(status, headers):
                 return Verdict.COLLECT  # keep-alive comments have begun another answer than this one
+            if c.broken or (self._continue_streams and exchange.path in self._continue_streams):
+                self._may_continue(c, route, sending, status, headers)
             sending.added = self._response_headers(c, route, headers)
             self._add_for_client(c, sending)
             if not route.peer and (load := heads.find(headers, orca.HEADER)) is not None:
@@ -452,7 +525,7 @@ class Serving:
             return observer.event_end + event if event and not observer.told_of_error else b""
 
         sending = Sending(exchange, head, exchange.body, judge, first_byte, break_words=break_words)
-        if c.api.creates and not c.record.from_peer and self.affinity.rules.held_timeout_s:
+        if c.api.creates and not c.record.from_peer and not c.request.shadow_of and self.affinity.rules.held_timeout_s:
             sending.saw = apis.FirstId(lambda id_: self._held_there(c, id_)).saw
         sending.patient = not c.request.stream
         if route.peer:  # the tier next to the server gives up first: it alone knows whom to blame, and where to go on
@@ -492,6 +565,8 @@ class Serving:
         added = [(DECISION, c.request.id.encode())]
         if served_by:
             added.append((SERVED_BY, served_by))
+        if c.continuation is not None or (route.peer and heads.find(headers, CONTINUATION) is not None):
+            added.append((CONTINUATION, b"on"))
         if c.record.from_peer:
             added.append((ATTEMPTS, b"%d" % c.record.executions))
             if c.record.struck:
@@ -534,20 +609,25 @@ class Serving:
         c.record.used_input_tokens, c.record.used_cached_tokens = observer.input_tokens(), observer.cached_tokens()
         if c.api.generates:
             c.record.output_tokens = observer.output_tokens()
+        if attempt.continues and c.continuation is not None:  # the prompt had in it what others wrote
+            c.record.used_input_tokens = None
+            if c.record.output_tokens is not None:
+                c.record.output_tokens += c.continuation.tokens_before
 
     def _succeeded(self, c: _Carried, answer: Answer) -> None:
-        self.quarantine.answered(c.request.fingerprint, clock.now())
-        self._learn(c, answer)
+        if not c.request.shadow_of:
+            self.quarantine.answered(c.request.fingerprint, clock.now())
+            self._learn(c, answer)
 
     def _learn(self, c: _Carried, answer: Answer) -> None:
-        if not c.record.from_peer:
+        if not c.record.from_peer and not c.broken:
             counted = answer.observer.input_tokens()
             if counted is not None:
                 self.intake.learn(c.record, counted)
         if not c.api.generates:
             return
         tokens = answer.observer.output_tokens()
-        if tokens is not None:
+        if tokens is not None and not c.broken:
             self.lengths.learn(c.request.model, c.request.tenant, c.request.input_tokens, tokens)
         served_by = tuple(c.record.served_by.split("/"))
         if c.request.session and not c.record.from_peer and len(served_by) == 3:
@@ -562,6 +642,47 @@ class Serving:
         if c.exchange.status < 300 and len(served_by) == 3:
             self.affinity.remember(apis.held_key(id_), Placement(served_by, 0), self.affinity.rules.held_timeout_s)
 
+    # -- a stream that is carried on -----------------------------------------------------------------------------------
+
+    def _may_continue(self, c: _Carried, route: Route, sending: Sending, status: int, headers: heads.Headers) -> None:
+        """Keep what it takes to carry a stream on, where that is asked for and can be done, and listen to it."""
+        if c.broken and c.continuation is not None:
+            c.continuation.follows("/".join(route.target))
+        elif not route.peer and c.exchange.carrier is None and _continues_events(status, headers):
+            c.continuation = apis.Continuation.of(c.exchange.path, route.endpoint.engine, c.exchange.body)
+        if c.continuation is not None:
+            sending.edit = c.continuation.edited
+            sending.goes_on = lambda: self._goes_on(c, route)
+
+    def _goes_on(self, c: _Carried, route: Route) -> bool:
+        """Whether a stream that broke is carried on by another server; its request is what that one is asked then."""
+        assert c.continuation is not None
+        asked = None if c.exchange.ended else c.continuation.request()
+        c.broken = asked is not None and self._may_retry(c)
+        if c.broken and asked is not None:
+            written = c.continuation.tokens
+            c.exchange.body = asked
+            c.request = replace(
+                c.request,
+                input_tokens=c.request.input_tokens + written,
+                output_tokens=max(1.0, c.request.output_tokens - written),
+                version=version_of(route.endpoint.labels),  # no other one's words
+            )
+        return c.broken
+
+    def _follows(self, c: _Carried, route: Route, error: UpstreamError) -> bool:
+        """Whether another server is tried although bytes of an answer are with the client."""
+        c.exclude.add(route.target)
+        return c.broken and not c.exchange.ended and (isinstance(error, StreamBroken) or self._may_retry(c))
+
+    @staticmethod
+    def _cut_off(c: _Carried) -> None:
+        """A stream broke and nobody carries it on."""
+        error = StreamBroken("the stream broke, and no other server could carry it on")
+        c.record.ending, c.record.status = Ending.BROKE_AFTER, c.exchange.status
+        c.exchange.client.cut(apis.error_event(c.api.family, "text/event-stream", str(error)))
+        raise error
+
     # -- whether to try again ----------------------------------------------------------------------------------------
 
     def _moves(self, c: _Carried, route: Route, answer: Answer) -> bool:
@@ -575,12 +696,14 @@ class Serving:
         return c.meaning in ELSEWHERE
 
     def _may_retry(self, c: _Carried) -> bool:
+        if c.request.shadow_of:
+            return False
         return c.record.executions < self._attempts and self._budget.take(clock.now())
 
     async def _again_after(self, c: _Carried, route: Route, error: UpstreamError) -> bool:
         """Whether a failure may be tried elsewhere; excludes what failed."""
         if c.exchange.committed or c.exchange.ended:
-            return False  # bytes of an answer are with the client
+            return self._follows(c, route, error)
         if route.peer is not None:
             # A peer that is gone closed its own connections, so what it had sent on was given up by the server.
             self.balancing.peer_lost(route.peer.id)

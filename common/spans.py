@@ -66,6 +66,8 @@ def spans_of(record: RequestRecord) -> list[Span]:
         attributes["gen_ai.usage.output_tokens"] = int(record.output_tokens)
     if record.served_by:
         attributes["headwater.served_by"] = record.served_by
+    if record.shadow_of:
+        attributes["headwater.shadow_of"] = record.shadow_of
     events = _events(record, wall)
     server = Span(
         record.id,
@@ -149,6 +151,8 @@ def _attempt(record: RequestRecord, attempt: AttemptRecord, wall: Any) -> Span:
         "headwater.target": "/".join(attempt.target),
         "headwater.peer": attempt.peer,
     }
+    if attempt.continues:
+        attributes["headwater.continues"] = True
     if attempt.status:
         attributes["http.response.status_code"] = attempt.status
     events = [] if attempt.first_byte_at is None else [("first byte", wall(attempt.first_byte_at))]

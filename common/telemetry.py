@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from random import Random
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -36,6 +36,7 @@ TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 
 TOTAL_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 TOKEN_BUCKETS = tuple(4.0**n for n in range(11))  # 1 … 1,048,576
 WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+DECISION_BUCKETS = (2e-5, 5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05)
 RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)  # seen ÷ predicted
 MODEL_LABELS = 200  # distinct model labels; further ones are counted as "other"
 LOG_FLUSH_S = 0.2  # access-log lines are written together this often
@@ -115,6 +116,7 @@ def access_line(r: RequestRecord) -> dict[str, Any]:
         "error": r.error or None,
         "served_by": r.served_by or None,
         "from_peer": r.from_peer,
+        "shadow_of": r.shadow_of or None,
         "attempts": len(r.attempts),
         "input_tokens": r.input_tokens,
         "output_tokens": r.output_tokens,
@@ -122,6 +124,16 @@ def access_line(r: RequestRecord) -> dict[str, Any]:
         "ttft_s": None if r.ttft_s is None else round(r.ttft_s, 6),
         "total_s": round(r.total_s, 6),
     }
+
+
+class DecisionSink(Protocol):
+    """Where decision records go besides the ring: `write` queues one and waits for nothing."""
+
+    def write(self, record: RequestRecord) -> None:
+        """Queue what a finished request says."""
+
+    def flush(self) -> None:
+        """Write what is queued, as far as that takes no waiting for others."""
 
 
 class Telemetry:
@@ -134,7 +146,7 @@ class Telemetry:
         known_model: Callable[[str], bool],
         recent_bytes: int = RECENT_BYTES,
         access_log: bool = True,
-        decisions: AccessLog | None = None,
+        decisions: Sequence[DecisionSink] = (),
         export: Callable[[RequestRecord], None] | None = None,
         slow_ttft_s: float = SLOW_TTFT_S,
         slow_tpot_s: float = SLOW_TPOT_S,
@@ -196,12 +208,31 @@ class Telemetry:
             ("stage", "quantity"),
             RATIO_BUCKETS,
         )
+        self._decision_s = Spread(
+            "headwater_decision_seconds",
+            "What choosing took, by the stage it began with: that stage and those below it that were run here",
+            ("stage",),
+            DECISION_BUCKETS,
+        )
         self._decisions = Counts("headwater_decisions", "Choices made", ("stage", "policy", "reason"))
         self._sheds = Counts("headwater_sheds", "Requests that no endpoint could take", ("reason",))
         self._attempts = Counts("headwater_attempts", "Tries at a peer or an instance", ("to", "error"))
         self._retries = Counts("headwater_retries", "Tries after the first of a request", ("after",))
         self._takeovers = Counts("headwater_takeovers", "Stages run here because their own tier was gone", ("stage",))
         self._affinity = Counts("headwater_affinity", "Requests of sessions, by where they went", ("result",))
+        shadow = ("operation", "model", "version")
+        self._shadows = Counts(
+            "headwater_shadow_requests", "Copies of requests whose answers nobody gets", (*shadow, "status", "ending")
+        )
+        self._shadows_dropped = Counts(
+            "headwater_shadow_dropped", "Copies that were not made, for too many were under way", ("model",)
+        )
+        self._shadow_total = Spread(
+            "headwater_shadow_duration_seconds", "From a copy's request to its answer's end", shadow, TOTAL_BUCKETS
+        )
+        self._shadow_ttft = Spread(
+            "headwater_shadow_time_to_first_token_seconds", "Of copies whose answers are streamed", shadow, TTFT_BUCKETS
+        )
         self.registry.register(
             Scrape(
                 self.in_flight,
@@ -213,12 +244,17 @@ class Telemetry:
                 self._tokens,
                 self._queue_wait,
                 self._ratio,
+                self._decision_s,
                 self._decisions,
                 self._sheds,
                 self._attempts,
                 self._retries,
                 self._takeovers,
                 self._affinity,
+                self._shadows,
+                self._shadows_dropped,
+                self._shadow_total,
+                self._shadow_ttft,
             )
         )
 
@@ -249,6 +285,10 @@ class Telemetry:
             route = "/".join((*hops[-1].path, hops[-1].pick.endpoint.id)) if hops else ""
             log.debug("decided", trace_id=record.id, route=route, attempt=attempt, model=request.model[:200])
 
+    def chose(self, start: Path, seconds: float) -> None:
+        """Stages from a node down were run, whatever came of it."""
+        self._decision_s.see((Tier.of(start).value,), seconds)
+
     def shed(self, record: RequestRecord, request: InferenceRequest, shed: Shed) -> None:
         """No endpoint could take it, or no further one."""
         record.request, record.shed = request, shed
@@ -266,6 +306,8 @@ class Telemetry:
 
     def began(self, record: RequestRecord) -> None:
         """A request was understood and is on its way."""
+        if record.shadow_of:
+            return
         self.in_flight.value += 1
         record.counted = True
 
@@ -273,6 +315,19 @@ class Telemetry:
         """A request ended, in whatever way."""
         if record.counted:
             self.in_flight.value -= 1
+        if record.shadow_of:
+            self._shadow_ended(record)
+        else:
+            self._client_ended(record)
+        self.recent.add(record)
+        if self.log is not None:
+            self.log.write(record)
+        if self._export is not None and (
+            record.sampled or record.ending is not Ending.COMPLETE or record.status >= 500 or self.slow(record)
+        ):
+            self._export(record)
+
+    def _client_ended(self, record: RequestRecord) -> None:
         model = self._model_label(record.model)
         status = str(record.status or 499)  # 499, as nginx has it: the client left before an answer began
         self._requests.add((record.operation, model, status, record.ending.value))
@@ -285,17 +340,23 @@ class Telemetry:
                 self._retries.add((before.error or f"status_{before.status}",))
         if record.queued_at is not None:
             self._queue_wait.see((), record.queued_s)
-        self.recent.add(record)
         if not record.from_peer:
             self.history.see(record)
-        if self.log is not None:
-            self.log.write(record)
-        if self.decisions is not None:
-            self.decisions.write(record)
-        if self._export is not None and (
-            record.sampled or record.ending is not Ending.COMPLETE or record.status >= 500 or self.slow(record)
-        ):
-            self._export(record)
+        for sink in self.decisions:
+            sink.write(record)
+
+    def shadow_dropped(self, record: RequestRecord) -> None:
+        """A request was not copied, for too many copies are under way."""
+        self._shadows_dropped.add((self._model_label(record.model),))
+
+    def _shadow_ended(self, record: RequestRecord) -> None:
+        """A copy of a client's request ended: counted apart, for no client had anything of it."""
+        labels = (record.operation, self._model_label(record.model), record.version)
+        self._shadows.add((*labels, str(record.status or 499), record.ending.value))
+        if record.went_well:
+            self._shadow_total.see(labels, record.total_s)
+            if record.stream and record.ttft_s is not None:
+                self._shadow_ttft.see(labels, record.ttft_s)
 
     def _see(self, record: RequestRecord, labels: tuple[str, str]) -> None:
         """What a request that went well says of times, tokens, predictions and sessions."""
@@ -319,8 +380,9 @@ class Telemetry:
     def _compare(self, record: RequestRecord, stage: StageRecord) -> None:
         pick, tier = stage.pick, Tier.of(stage.path).value
         ttft, total = pick.predicted_ttft_s, pick.predicted_total_s
-        if record.stream and record.first_byte_at is not None and ttft and isfinite(ttft):
-            self._ratio.see((tier, "ttft"), (record.first_byte_at - stage.at) / ttft)
+        began_at = record.last_began_at
+        if record.stream and began_at is not None and ttft and isfinite(ttft):
+            self._ratio.see((tier, "ttft"), (began_at - stage.at) / ttft)
         if total and isfinite(total):
             self._ratio.see((tier, "total"), (record.ended_at - stage.at) / total)
 
@@ -342,9 +404,9 @@ class Telemetry:
 
     def close(self) -> None:
         """Write what is still queued."""
-        for log in (self.log, self.decisions):
-            if log is not None:
-                log.flush()
+        for sink in (self.log, *self.decisions):
+            if sink is not None:
+                sink.flush()
 
 
 def _reason(path: Path, pick: Pick, request: InferenceRequest) -> str:

@@ -25,16 +25,17 @@ import structlog
 import uvicorn
 from fastapi import APIRouter
 
-from common import apis, backing, clock, logs
+from common import apis, backing, clock, logs, tokenizer
 from common.admin import admin_app
+from common.admin.peers import Peers
 from common.affinity import Affinity
 from common.balancing import Balancing
-from common.config import TierConfig
-from common.config_api import config_router, log_router
+from common.config import PolicySection, TierConfig
+from common.config_api import config_router, log_router, policy_router
 from common.drain_api import drain_router
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.exchange import Exchange as ReplicaExchange
-from common.explain.decisions import decision_of
+from common.explain.decisions import Decision, decision_of
 from common.guard import Guard, peer_token
 from common.hook import Hook
 from common.hung import HungPeers
@@ -50,6 +51,7 @@ from common.policy.stages import POLICIES, policy_named
 from common.policy.waiting import Bounds
 from common.pool_metrics import PoolMetrics
 from common.quotes import Quotes
+from common.records import RequestRecord
 from common.relay.asgi import AsgiApp, answer_with
 from common.relay.exchange import Exchange
 from common.relay.heads import Headers
@@ -60,9 +62,10 @@ from common.reporting import ReportServer, Tls
 from common.rollout_api import rollout_router
 from common.rollouts import Rollouts
 from common.serving import Serving
+from common.shadowing import Shadows
 from common.spans import OtlpExport
 from common.store.base import MembershipStore
-from common.telemetry import AccessLog, Telemetry
+from common.telemetry import AccessLog, DecisionSink, Telemetry
 from common.tenancy.build import tenants_of
 from common.tenancy.directory import Tenant
 from common.types import Path, Peer, Pool, Slo, Tier
@@ -89,6 +92,11 @@ LIVE = frozenset(  # what may change while a tier runs; the rest is an address, 
         "streaming",
         "forward",
         "network",
+        "placement",
+        "queue",
+        "models.aliases",
+        "models.splits",
+        "models.on_demand",
         "tracing.sample_ratio",
         "log.level",
     }
@@ -122,6 +130,7 @@ class TierProcess:
         """
         verify(config)
         self.config = config
+        self._policy_now = config.policy  # the admin API may have changed it since the file was read
         self._source = source
         self._on_config = on_config
         self._live = LIVE | frozenset(live)
@@ -158,14 +167,13 @@ class TierProcess:
         self.signer = await self._keys.signer()
         self.id = config.id or self._default_id()
         self._needs = config.placement.needs()
-        on_demand = config.models.on_demand
         self.balancing = Balancing(
             self.id,
             self._serves,
             self._policy,
             self._limits(),
             self._rng,
-            lambda model: any(fnmatchcase(model, glob) for glob in on_demand),
+            self._on_demand,
         )
         self._versions = config.models.versions()
         self.rollouts = Rollouts(
@@ -204,20 +212,28 @@ class TierProcess:
             recent=config.tracing.recent,
             known_model=self.balancing.known,
             access_log=config.log.access,
-            decisions=self._decision_log(),
+            decisions=self._decision_sinks(),
             export=self._export,
         )
         self.telemetry.registry.register(PoolMetrics(self.balancing, self.telemetry.picks))
 
-    def _decision_log(self) -> AccessLog | None:
-        name = self.config.tracing.decisions_file
-        if not name:
-            return None
-        try:
-            fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
-        except OSError as error:
-            raise ConfigError(f"tracing.decisions_file: cannot write {name}: {error.strerror}") from None
-        return AccessLog(fd, lambda record: decision_of(record, self.balancing.balancers))
+    def _decision_sinks(self) -> list[DecisionSink]:
+        """Where decision records are kept beside the ring; the stream's writer is started with the other tasks."""
+        tracing, found = self.config.tracing, list[DecisionSink]()
+        if tracing.decisions_file:
+            try:
+                fd = os.open(tracing.decisions_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+            except OSError as error:
+                name = tracing.decisions_file
+                raise ConfigError(f"tracing.decisions_file: cannot write {name}: {error.strerror}") from None
+            found.append(AccessLog(fd, self._decision_of))
+        self._stream = backing.decision_stream(tracing, self.config.redis, self._decision_of)
+        if self._stream is not None:
+            found.append(self._stream)
+        return found
+
+    def _decision_of(self, record: RequestRecord) -> Decision:
+        return decision_of(record, self.balancing.balancers)
 
     def _make_serving(self) -> None:
         config = self.config
@@ -242,19 +258,22 @@ class TierProcess:
             answer_locally,
             attempts=config.retry.attempts,
             budget_ratio=config.retry.budget_ratio,
+            continue_streams=frozenset(config.retry.continue_streams),
             sample_ratio=config.tracing.sample_ratio,
             rng=self._rng,
             slo=Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s),
             quarantine_s=config.health.quarantine_s,
             versions=self._versions,
             hook=self._hook,
-            queue=Bounds(config.queue.max_requests, config.queue.max_tokens, config.queue.timeout_s),
+            queue=_bounds(config),
             allowed_origins=config.cors.allowed_origins,
             dropped_headers=_header_names(config.forward.drop_headers),
             comment_s=config.streaming.keepalive_comment_s,
             verified_peers=config.tls.peers_required,
             gate=gate,
+            shadows=Shadows(config.models.copies(), config.models.shadow_requests, config.models.shadow_bytes),
         )
+        self.serving.intake.tokenizers = tokenizer.Tokenizers(config.models.tokenizers)
         self.relay = Relay(
             self.serving.serve, _refusal, config.limits, config.upstream, half_close=config.upstream.half_close
         )
@@ -282,7 +301,13 @@ class TierProcess:
         if self._tenants is not None:
             self.spawn(self._tenants.run(), "tenants")
             await self._tenants.gate.until(lambda directory: True, backing.STORE_START_S)
+<<<<<<< HEAD
         self.spawn(self._watchdog.run(), "watchdog")
+=======
+        if self._stream is not None:
+            self._spawn(self._stream.log.run(), "decision records")
+        self._spawn(self._watchdog.run(), "watchdog")
+>>>>>>> main
         self.serving.on_versioned = self.rollouts.saw
         self.spawn(self.rollouts.follow(), "rollouts")
         self.spawn(self.rollouts.run(), "rollouts move")
@@ -314,10 +339,13 @@ class TierProcess:
         return f"{name}-{_split(self.config.admin)[1] or secrets.token_hex(3)}"  # one of several on a port
 
     def _policy(self, path: Path) -> Policy:
-        policy, placement = self.config.policy, self.config.placement
+        policy, placement = self._policy_now, self.config.placement
         named = policy_named(policy.name, policy.price_weight_s_per_usd, Tier.of(path))
         found = placed(named, self._needs, placement.adapter_load_s)
         return regional(found, policy.terms(), policy.price_weight_s_per_usd) if not path else found
+
+    def _on_demand(self, model: str) -> bool:
+        return any(fnmatchcase(model, glob) for glob in self.config.models.on_demand)
 
     def _place_clients(self) -> None:
         home = self.node[0] if self.node else ""
@@ -328,11 +356,22 @@ class TierProcess:
         health = config.health
         return Limits(config.upstream.max_in_flight, health.eject_after, health.cooldown_s, health.max_ejected_ratio)
 
+    def _change_policy(self, policy: PolicySection) -> None:
+        self._policy_now = policy
+        self.balancing.reconfigure(self._policy, self._limits())
+
     def _reconfigure(self, config: TierConfig) -> None:
         """Take another configuration over, at once; what is fixed is the same in both."""
         before, self.config = self.config, config
-        if (config.policy, self._limits()) != (before.policy, self.balancing.limits):
+        if config.policy != before.policy:
+            self._policy_now = config.policy
+        if config.placement != before.placement:
+            self._needs = config.placement.needs()
+        decides = (config.policy, config.placement, self._limits())
+        if decides != (before.policy, before.placement, self.balancing.limits):
             self.balancing.reconfigure(self._policy, self._limits())
+        self._versions.adopt(config.models.versions())
+        self.serving.queue.reconfigure(_bounds(config))
         self.relay.reconfigure(config.limits, config.upstream, half_close=config.upstream.half_close)
         self.serving.affinity.rules = config.affinity
         self.serving.intake.slo = Slo(config.policy.slo_ttft_s, config.policy.slo_tpot_s)
@@ -342,6 +381,7 @@ class TierProcess:
         self.serving.reconfigure(
             attempts=config.retry.attempts,
             budget_ratio=config.retry.budget_ratio,
+            continue_streams=frozenset(config.retry.continue_streams),
             sample_ratio=config.tracing.sample_ratio,
             allowed_origins=config.cors.allowed_origins,
             dropped_headers=_header_names(config.forward.drop_headers),
@@ -355,6 +395,8 @@ class TierProcess:
         if self._tenants is not None:
             app.include_router(self._tenants.router)
         app.include_router(log_router())
+        peers = Peers(self._admin_urls)
+        app.include_router(policy_router(self.id, lambda: self._policy_now, self._change_policy, peers))
         app.include_router(drain_router(self.membership, self.balancing, self._admin_urls))
         if self._source is not None:
             reloader = Reloader(
@@ -526,6 +568,7 @@ class TierProcess:
 
     async def _close(self, grace_s: float) -> None:
         await asyncio.gather(self.relay.close(grace_s), *(b.close(grace_s) for b in self.beside))
+        self.serving.shadows.close()
         self._hung.close()
         self._hook.close()
         await self.membership.close()
@@ -540,7 +583,13 @@ class TierProcess:
             await asyncio.wait(self._tasks, timeout=ADMIN_STOP_S)
         if self._tenants is not None:
             await self._tenants.close()
+<<<<<<< HEAD
         await self.affinity_store.close()
+=======
+        if self._stream is not None:
+            await self._stream.log.close()
+        await self._affinity_store.close()
+>>>>>>> main
         if self._store is not None:
             await self._store.close()
         self.telemetry.close()
@@ -553,6 +602,13 @@ def verify(config: TierConfig) -> None:
     if config.policy.name not in POLICIES:
         raise ConfigError(f"policy.name: unknown policy '{config.policy.name}' (known: {', '.join(POLICIES)})")
     backing.verify(config.etcd, config.redis)
+    if config.tracing.decisions_stream and not config.redis.url:
+        raise ConfigError("tracing.decisions_stream: needs redis.url")
+    tokenizer.verify(config.models.tokenizers)
+
+
+def _bounds(config: TierConfig) -> Bounds:
+    return Bounds(config.queue.max_requests, config.queue.max_tokens, config.queue.timeout_s)
 
 
 def _header_names(names: tuple[str, ...]) -> frozenset[bytes]:

@@ -217,6 +217,7 @@ class InferenceRequest:
     version: str = ""  # of the model, as in `policy.versions`; "": any
     fingerprint: int = 0  # of the model and the prompt; 0: unknown
     operation: str = ""  # chat, embeddings, image_generation, …: the class of its path
+    shadow_of: str = ""  # the id of the request that this is a copy of, whose answer nobody gets; "": it is none
 
 
 class Reservation(NamedTuple):

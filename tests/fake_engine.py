@@ -121,6 +121,8 @@ class FakeEngine:
     name: str = "fake"
     script: Script = field(default_factory=Script.whole)
     model: str = MODEL
+    engine: str = ""  # its kind, where it is registered
+    version: str = ""  # of its model, where it is registered
     models_script: Script | None = None  # instead of a list of models
     next_scripts: deque[Script] = field(default_factory=deque)
     choose: Callable[[Seen], Script] | None = None

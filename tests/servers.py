@@ -229,6 +229,16 @@ class EtcdServer(Server):
         return done.returncode, done.stdout.decode()
 
 
+def etcd_cluster(ports: list[tuple[int, int]]) -> list[EtcdServer]:
+    """Members of one etcd, by their ports for clients and for each other; to be started together."""
+    members = [EtcdServer() for _ in ports]
+    peers = ",".join(f"m{i}=http://127.0.0.1:{peer}" for i, (_, peer) in enumerate(ports))
+    for i, (member, (port, peer)) in enumerate(zip(members, ports, strict=True)):
+        member.port, member._peer_port = port, peer
+        member._flags = ("--name", f"m{i}", "--initial-cluster", peers)  # of a flag that is given twice the last counts
+    return members
+
+
 class RedisServer(Server):
     """A redis-server that logs its writes, so that a kill loses nothing. `flags` are added to the command line."""
 
@@ -303,10 +313,11 @@ class Relay:
     `delay_s` is added to what the server sends, `request_delay_s` to what the client sends; order is kept.
     """
 
-    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1", *, at: str = "127.0.0.1", own_port: int = 0) -> None:
         self.delay_s = 0.0
         self.request_delay_s = 0.0
-        self.port = 0
+        self.at = at  # the address it listens on
+        self.port = own_port
         self.accepted = 0  # connections taken so far
         self._target = (host, port)
         self._server: asyncio.Server | None = None
@@ -316,12 +327,12 @@ class Relay:
     @property
     def url(self) -> str:
         """http://127.0.0.1:PORT."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.at}:{self.port}"
 
     @property
     def redis_url(self) -> str:
         """redis://127.0.0.1:PORT."""
-        return f"redis://127.0.0.1:{self.port}"
+        return f"redis://{self.at}:{self.port}"
 
     @property
     def open(self) -> int:
@@ -330,7 +341,7 @@ class Relay:
 
     async def start(self) -> Self:
         """Listen; again on the same port after `refuse`."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, self.at, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 

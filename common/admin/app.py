@@ -5,8 +5,9 @@ Bound to loopback by default and apart from the data listener, so that nothing h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from re import Pattern
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import generate_latest
+from starlette.routing import compile_path
 
 from common import clock
 from common.admin.console import ConsoleRoutes
@@ -99,11 +101,23 @@ def admin_app(
         # Without what was sent, which need not be JSON (infinity), nor fit to be repeated.
         return json({"detail": [{k: e[k] for k in ("loc", "msg", "type")} for e in error.errors()]}, 422)
 
+    @app.exception_handler(405)
+    async def not_so(request: Request, error: Exception) -> Response:
+        # FastAPI names the methods of one route, and each method has a route of its own.
+        allowed = sorted({m.upper() for at, methods in _paths(app) if at.match(request.url.path) for m in methods})
+        headers = {"allow": ", ".join(allowed)} if allowed else None
+        return JSONResponse({"detail": "Method Not Allowed"}, 405, headers=headers)
+
     @app.exception_handler(Exception)
     async def crashed(request: Request, error: Exception) -> Response:
         return JSONResponse({"detail": f"{type(error).__name__}"}, 500)
 
     return app
+
+
+def _paths(app: FastAPI) -> list[tuple[Pattern[str], Iterable[str]]]:
+    """What matches each path of the API, and its methods."""
+    return [(compile_path(path)[0], methods) for path, methods in app.openapi()["paths"].items()]
 
 
 def _pool(balancer: Balancer) -> dict[str, Any]:

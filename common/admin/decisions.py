@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
 from common import clock
 from common.admin.peers import Peers, decoded
 from common.admin.shapes import Everywhere, TraceId, answers, json
 from common.balancing import Balancing
+from common.config import Whole
 from common.explain.decisions import Decision, decision_of
 from common.explain.whatif import MOST_REQUESTS, Counterfactual, DryRun, cases_of, counterfactual, dry_run
 from common.policy.stages import POLICIES
@@ -21,17 +22,26 @@ from common.types import InferenceRequest, Path, Priority, Slo
 
 KINDS = (Decision, DryRun, Counterfactual)  # what is answered with
 EXPECTED_OUTPUT_TOKENS = 200.0  # of a question that does not say: a usual answer of a chat
-Tokens = Annotated[int, Field(ge=0, le=10_000_000)]
+Tokens = Annotated[int, Field(ge=0, le=10_000_000), Whole]
+
+
+def _policy(name: str) -> str:
+    if name not in POLICIES:
+        raise ValueError(f"unknown policy {name[:100]!r}; known: {', '.join(POLICIES)}")
+    return name
+
+
+PolicyName = Annotated[str, AfterValidator(_policy), WithJsonSchema({"type": "string", "enum": list(POLICIES)})]
 
 
 class Question(BaseModel):
     """A request that could come, as far as the stages look at it."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: Annotated[str, Field(max_length=512)] = ""
     """Name of the model; none: any endpoint."""
-    input_tokens: Annotated[int, Field(ge=1, le=10_000_000)] = 500
+    input_tokens: Annotated[int, Field(ge=1, le=10_000_000), Whole] = 500
     """Tokens of the prompt."""
     output_tokens: Annotated[float, Field(ge=0.0, le=10_000_000.0, allow_inf_nan=False)] = EXPECTED_OUTPUT_TOKENS
     """Tokens expected back; 0 for what generates none."""
@@ -45,9 +55,9 @@ class Question(BaseModel):
     """Tokens of the session that may be cached there."""
     priority: Annotated[str, Field(pattern="^(critical|standard|batch)$")] = "standard"
     """critical, standard or batch."""
-    slo_ttft_s: Annotated[float, Field(gt=0.0, le=86_400.0)] | None = None
+    slo_ttft_s: Annotated[float, Field(ge=1e-6, le=86_400.0)] | None = None
     """Seconds within which its first token is wanted."""
-    slo_tpot_s: Annotated[float, Field(gt=0.0, le=3600.0)] | None = None
+    slo_tpot_s: Annotated[float, Field(ge=1e-6, le=3600.0)] | None = None
     """Seconds within which each further token is wanted."""
     node: Annotated[str, Field(max_length=200, pattern=r"^([\w.-]+(/[\w.-]+)?)?$")] = ""
     """Where to begin: "" at the top, else region or region/cluster."""
@@ -115,14 +125,11 @@ class DecisionRoutes:
         @router.get("/counterfactual", tags=["decisions"], responses=answers(list[Counterfactual]))
         async def what_others_would_have_done(
             requests: Annotated[int, Query(ge=1, le=MOST_REQUESTS, description="of each cluster, the latest")] = 300,
-            policy: Annotated[list[str] | None, Query(description="policies to compare; none: all")] = None,
+            policy: Annotated[list[PolicyName] | None, Query(description="policies to compare; none: all")] = None,
             node: Annotated[str, Query(max_length=200, description="region/cluster; none: all decided here")] = "",
             everywhere: Everywhere = False,
         ) -> Response:
             """What each policy would have done with the latest requests, in predicted seconds; a value a cluster."""
-            unknown = [name for name in policy or () if name not in POLICIES]
-            if unknown:
-                raise HTTPException(422, f"unknown policy {unknown[0][:100]!r}; known: {', '.join(POLICIES)}")
             names = tuple(dict.fromkeys(policy or POLICIES))
             found = await self._replayed(requests, names, _path(node))
             if everywhere:

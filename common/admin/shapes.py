@@ -22,7 +22,7 @@ def json(value: Any, status: int = 200) -> Response:
 
 def answers(kind: Any, *, missing: str = "") -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that answers with `kind`, a msgspec type; `missing`: when there is a 404."""
-    schema = msgspec.json.schema_components([kind], ref_template=REF)[0][0]
+    schema = _without_prefixes(msgspec.json.schema_components([kind], ref_template=REF)[0][0])
     found: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": schema}}}}
     if missing:
         found[404] = {"description": missing, "content": {"application/json": {"schema": DETAIL}}}
@@ -30,6 +30,18 @@ def answers(kind: Any, *, missing: str = "") -> dict[int | str, dict[str, Any]]:
 
 
 DETAIL = {"type": "object", "properties": {"detail": {"type": "string"}}, "required": ["detail"]}
+
+
+def _without_prefixes(schema: Any) -> Any:
+    """A schema whose tuples are lists of any of their kinds: many tools that read OpenAPI know no `prefixItems`."""
+    if isinstance(schema, list):
+        return [_without_prefixes(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _without_prefixes(value) for key, value in schema.items() if key != "prefixItems"}
+    if "prefixItems" in schema:
+        found["items"] = {"anyOf": [_without_prefixes(item) for item in schema["prefixItems"]]}
+    return found
 
 
 def describe(app: FastAPI, kinds: Sequence[Any]) -> None:
@@ -45,7 +57,9 @@ def describe(app: FastAPI, kinds: Sequence[Any]) -> None:
                 tags=app.openapi_tags,
             )
             _, components = msgspec.json.schema_components(kinds, ref_template=REF)
-            made.setdefault("components", {}).setdefault("schemas", {}).update(components)
+            made.setdefault("components", {}).setdefault("schemas", {}).update(_without_prefixes(components))
+            for operation in (o for path in made["paths"].values() for o in path.values() if "requestBody" in o):
+                operation["responses"].setdefault("400", {"description": "the body is no text"})
             app.openapi_schema = made
         return app.openapi_schema
 

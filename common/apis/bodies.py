@@ -81,6 +81,34 @@ def understand(matched: Match, header: Header, body: bytes) -> Ask:
     )
 
 
+def prose(body: bytes) -> str:
+    """The text of a JSON body's prompt: all strings in it that are no names of parts and no inline images.
+
+    "" where there is none, or the body is none of its kind.
+    """
+    try:
+        text = _decode(body).text
+        found = msgspec.json.decode(text) if text else ""
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+    return "\n".join(_strings(found))
+
+
+WORDED = ("content", "text", "prompt", "input", "query", "document", "arguments", "name")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for part in value:
+            yield from _strings(part)
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            if key in WORDED or isinstance(part, list | dict):
+                yield from _strings(part) if key != "image_url" else ()
+
+
 def renamed(body: bytes, old: str, new: str, kind: Kind) -> bytes:
     """A JSON body with another model's name in the place of its own, and every other byte as it was.
 

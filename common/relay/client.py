@@ -438,6 +438,9 @@ class ClientConnection(asyncio.Protocol):
         if exchange.committed:
             if exchange.upstream is not None:
                 exchange.upstream.lost(message)
+            if self.current is exchange:  # its stream broke, and was to be carried on by another server
+                self.cut()
+                task.cancel()
         elif exchange.status:  # nothing but keep-alive comments
             self.cut()
             task.cancel()

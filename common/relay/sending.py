@@ -54,7 +54,9 @@ class Sending:
     added: bytes = b""  # header lines added to a relayed answer's head
     replaced: tuple[bytes, ...] = ()  # prefixes of the server's header names that are left out of that head
     saw: Callable[[bytes], None] | None = None  # told each piece of a relayed body
+    edit: Callable[[bytes], bytes] | None = None  # what the client is to see of whole events of a relayed body
     break_words: Callable[[Observer, str], bytes] = lambda observer, message: b""
+    goes_on: Callable[[], bool] = lambda: False  # asked when it breaks after its first byte: another one carries it on
     patient: bool = False  # nothing is to be heard before the answer is whole
     tries: int = 1  # servers that may be tried behind the address, one after the other
     slack_s: float = 0.0  # by how much every time-out is longer, so that a peer's own comes first

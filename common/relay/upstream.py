@@ -271,6 +271,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.answer = Answer(status, headers, relay, observer)
         self._length = length = fields.get(b"content-length")
         coded = b"transfer-encoding" in fields
+        self._chunked = exchange.committed and exchange.chunked  # where it carries an answer on, that is framed already
         body = heads.has_body(exchange.method, status)
         self._until_close = body and not coded and length is None
         if not body:
@@ -301,13 +302,21 @@ class UpstreamConnection(asyncio.Protocol):
             body = self._hold.whole(body)
             if not body:
                 return
-        answer.observer.saw(body)
-        if sending.saw is not None:
-            sending.saw(body)
+        body = self._passed(answer, sending, body)
+        if not body:
+            return
         if self._chunked:  # known once the head is written; what is here by then is framed there
             self._out += (b"%x\r\n" % len(body), body, b"\r\n")
         else:
             self._out.append(body)
+
+    @staticmethod
+    def _passed(answer: Answer, sending: Sending, body: bytes) -> bytes:
+        """A piece of the body as the client is to have it."""
+        answer.observer.saw(body)
+        if sending.saw is not None:
+            sending.saw(body)
+        return body if sending.edit is None else sending.edit(body)
 
     def _collect(self, answer: Answer, body: bytes) -> None:
         room = COLLECTED_BYTES - len(answer.body)
@@ -384,9 +393,9 @@ class UpstreamConnection(asyncio.Protocol):
         if not self._started:
             sending.first_byte()
         if self._hold is not None and self._hold.held:
-            rest = self._hold.rest()
-            answer.observer.saw(rest)
-            self._out.append(b"%x\r\n%b\r\n" % (len(rest), rest) if self._chunked else rest)
+            rest = self._passed(answer, sending, self._hold.rest())
+            if rest:
+                self._out.append(b"%x\r\n%b\r\n" % (len(rest), rest) if self._chunked else rest)
         if not exchange.committed:
             self._commit(sending)
         if self._chunked:
@@ -404,7 +413,7 @@ class UpstreamConnection(asyncio.Protocol):
             future, self._future, self._sending = self._future, None, None
             if future is not None and not future.done():
                 future.set_result(answer)
-        elif not sending.exchange.committed:
+        elif not sending.exchange.committed or not self._started:
             if answer is not None and self._whole:
                 declared = (self._length or b"").decode()
                 message += f" after {answer.observer.bytes} of {declared} bytes of the answer's declared length"
@@ -413,7 +422,8 @@ class UpstreamConnection(asyncio.Protocol):
             assert answer is not None
             if self._out:
                 self._flush(sending)
-            sending.exchange.client.cut(sending.break_words(answer.observer, message))
+            if not sending.goes_on():
+                sending.exchange.client.cut(sending.break_words(answer.observer, message))
             self._fail(StreamBroken(message))
         self.transport.abort()
 

@@ -36,6 +36,10 @@ PROBE_INTERVAL_S: Final = (0.1, 1.0)  # first and longest pause between probes
 WRITES: Final = frozenset({"SET", "EVAL"})
 
 
+# What a command may raise. uvloop has a RuntimeError where asyncio drops what is written to a connection just lost.
+ERRORS: Final = (RedisError, OSError, TimeoutError, RuntimeError)
+
+
 class _State(Enum):
     UP = "up"
     READ_ONLY = "read_only"  # reads are answered, writes refused
@@ -93,7 +97,7 @@ class RedisCalls:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=self._command_timeout_s)
-        with suppress(RedisError, OSError, TimeoutError):
+        with suppress(*ERRORS):
             async with asyncio.timeout(self._command_timeout_s):
                 await self._client.aclose()
 
@@ -156,7 +160,7 @@ class RedisCalls:
         try:
             async with asyncio.timeout(self._command_timeout_s):
                 run.reply = await self._client.execute_command(*run.command)
-        except (RedisError, OSError, TimeoutError) as error:
+        except ERRORS as error:
             run.error = _describe(error)
             if _refuses_writes(error) and run.command[0] in WRITES:
                 self._become(_State.READ_ONLY, run.error)
@@ -213,7 +217,7 @@ class RedisCalls:
                 await self._client.execute_command("PING")
             async with asyncio.timeout(self._budget_s):
                 await self._client.execute_command("SET", self.probe_key, b"", "PX", 1000)
-        except (RedisError, OSError, TimeoutError) as error:
+        except ERRORS as error:
             return (_State.READ_ONLY if _refuses_writes(error) else _State.DOWN), _describe(error)
         return _State.UP, ""
 

@@ -26,6 +26,11 @@ log = structlog.get_logger()
 SEEN_S: Final = 2.0  # a change is waited for until this balancer itself goes by it
 OVERLAP_S: Final = 86_400.0  # a rotated key goes on for a day, so that its clients can be changed one by one
 Seconds = Annotated[float, Field(ge=0.0, le=366 * 86_400.0)]
+ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
+    404: {"description": "there is no such tenant or key"},
+    409: {"description": "there are as many as are kept, or they are kept in a file"},
+    503: {"description": "the tenants are not known yet, or their store does not answer"},
+}
 NameInPath = Annotated[str, Path(pattern=f"^{NAME.pattern}$")]
 
 
@@ -47,7 +52,7 @@ class Rotation(NewKey):
 
 def tenants_router(gate: Gate, stored: StoredTenants | None, where: str) -> APIRouter:  # noqa: C901, PLR0915 - one route each
     """The routes. `stored`: where changes go, None if they go nowhere from here; `where` tells people so."""
-    router = APIRouter(prefix="/admin/v1", tags=["tenants"])
+    router = APIRouter(prefix="/admin/v1", tags=["tenants"], responses=ANSWERS)
 
     def directory() -> Directory:
         if gate.directory is None:

@@ -13,9 +13,9 @@ from datetime import UTC, date, datetime
 from math import inf
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from common.config import Name, Section
+from common.config import NAME, Name, Section, Whole
 from common.types import Priority
 
 MAX_TENANTS: Final = 10_000
@@ -24,10 +24,13 @@ MAX_MODELS: Final = 1000  # that one tenant names
 MAX_REGIONS: Final = 32  # likewise; they travel in the route header
 
 PriorityName = Literal["critical", "standard", "batch"]
-Limit = Annotated[int, Field(ge=1, le=10**12)]
+Limit = Annotated[int, Field(ge=1, le=10**12), Whole]
 
 
 def _midnight(value: Any) -> Any:
+    digits = isinstance(value, str) and value.strip().lstrip("+-").replace(".", "", 1).isdigit()
+    if digits or isinstance(value, bool | int | float):  # which would be seconds since 1970
+        raise ValueError("must be a time, as in 2027-06-30 or 2027-06-30T12:00:00Z")
     return datetime(value.year, value.month, value.day, tzinfo=UTC) if type(value) is date else value
 
 
@@ -49,12 +52,21 @@ def _models(values: tuple[str, ...]) -> tuple[str, ...]:
 
 Time = Annotated[datetime, BeforeValidator(_midnight), AfterValidator(_utc)]
 Digest = Annotated[str, AfterValidator(_digest)]
-Models = Annotated[tuple[str, ...], AfterValidator(_models)]
-Regions = Annotated[tuple[Name, ...], Field(max_length=MAX_REGIONS)]
+Models = Annotated[
+    tuple[Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": 512})], ...],
+    AfterValidator(_models),
+    Field(strict=False, json_schema_extra={"maxItems": MAX_MODELS}),
+]
+Regions = Annotated[
+    tuple[Annotated[Name, Field(json_schema_extra={"pattern": f"^{NAME.pattern}$"})], ...],
+    Field(strict=False, max_length=MAX_REGIONS),
+]
 
 
 class TenantSpec(Section):
     """What one tenant may; what is not given is not limited."""
+
+    model_config = ConfigDict(strict=True)
 
     disabled: bool = False
     """Refuse all its requests, without deleting it."""
@@ -101,6 +113,8 @@ class KeySpec(Section):
 
 class TenantEntry(TenantSpec):
     """A tenant in a file: with its keys."""
+
+    model_config = ConfigDict(strict=False)
 
     keys: tuple[KeySpec, ...] = ()
     """Its keys."""

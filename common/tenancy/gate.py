@@ -241,7 +241,7 @@ class Gate:
         ledger.needs.append(need)
         try:
             running = self._rounds.get(ledger.tenant)
-            if running is not None:
+            if running is not None and not running.done():
                 await asyncio.shield(running)  # it may have been sent without this need, and leave enough all the same
                 return
             await asyncio.shield(self._begin_round(ledger, tenant))
@@ -250,14 +250,15 @@ class Gate:
 
     def _begin_round(self, ledger: Ledger, tenant: Tenant) -> asyncio.Task[None]:
         running = self._rounds.get(ledger.tenant)
-        if running is None:
+        if running is None or running.done():  # what is done stays until its callback has run, and answers nobody new
             running = asyncio.get_running_loop().create_task(self._exchange(ledger, tenant.spec))
             self._rounds[ledger.tenant] = running
             running.add_done_callback(lambda task: self._round_over(ledger.tenant, task))
         return running
 
     def _round_over(self, tenant: str, task: asyncio.Task[None]) -> None:
-        self._rounds.pop(tenant, None)
+        if self._rounds.get(tenant) is task:
+            del self._rounds[tenant]
         if not task.cancelled():
             task.exception()  # those who wait are told; one that nobody waits for is tried again by the sweep
 

@@ -101,8 +101,20 @@ class _Settling:
         return any(amounts) or bool(self.returned_requests or self.returned_tokens)
 
 
+class _Asking(NamedTuple):
+    """The call under way."""
+
+    source: str
+    at: float
+    requests: int  # taken since the last call that was answered
+    tokens: int
+
+
 class Ledger:
-    """One tenant at one balancer. `source` names the store that answers: leases of one are nothing to another."""
+    """One tenant at one balancer. `source` names the store that answered: leases of one are nothing to another.
+
+    A store that is asked in vain changes nothing: what the one before has leased goes on being used meanwhile.
+    """
 
     def __init__(self, tenant: str, balancer: str, span: Span) -> None:
         self.tenant = tenant
@@ -122,7 +134,8 @@ class Ledger:
         self._reserved_tokens = self._reserved_micro_usd = 0  # of requests under way
         self._spent: deque[_Spent] = deque()  # one a month, the oldest first
         self._sending: _Settling | None = None  # until it is known to have arrived
-        self._called_at = self._month_at = -inf
+        self._called_at = self._month_at = self._rated_at = -inf
+        self._asking = _Asking("", -inf, 0, 0)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -259,15 +272,11 @@ class Ledger:
 
     def call(self, spec: TenantSpec, source: str, settles: int, month: str, now: float, share: int = 1) -> QuotaCall:
         """Everything there is to tell and to ask. `share`: this balancer keeps one part in so many of each limit."""
-        if source != self.source:
-            self.requests.reset()
-            self.tokens.reset()
-            self.source, self.held, self.held_until = source, 0, -inf
         self._expire(now)
-        elapsed = max(now - self._called_at, self.span.bucket_s)
+        elapsed = max(now - self._rated_at, self.span.bucket_s)
         for window in (self.requests, self.tokens):
             window.rate = window.taken / elapsed
-            window.taken = 0
+        self._asking = _Asking(source, now, self.requests.taken, self.tokens.taken)
         self._called_at = now
         if not spec.concurrent_requests:
             self.held = 0
@@ -286,20 +295,25 @@ class Ledger:
 
     def _settling(self, number: int, month: str) -> _Settling:
         """What there is to settle; what is not known to have arrived first, once more."""
-        local = self.source == LOCAL  # it has no say on the month
+        source = self._asking.source
+        local = source == LOCAL  # it has no say on the month
         if self._sending is not None and not local:
             return self._sending
-        settling = _Settling(
-            number,
-            self.source,
-            self._spent.popleft() if self._spent and not local else _Spent(month),
-            self.tokens.charge,
-            tuple(Draw(*item) for item in self.requests.returns.items()),
-            tuple(Draw(*item) for item in self.tokens.returns.items()),
-        )
-        self.tokens.charge = 0
-        self.requests.returns.clear()
-        self.tokens.returns.clear()
+        spent = self._spent.popleft() if self._spent and not local else _Spent(month)
+        if source != self.source:
+            settling = _Settling(number, source, spent, 0, (), ())
+        else:
+            settling = _Settling(
+                number,
+                source,
+                spent,
+                self.tokens.charge,
+                tuple(Draw(*item) for item in self.requests.returns.items()),
+                tuple(Draw(*item) for item in self.tokens.returns.items()),
+            )
+            self.tokens.charge = 0
+            self.requests.returns.clear()
+            self.tokens.returns.clear()
         if settling and not local:
             self._sending = settling
         return settling
@@ -311,10 +325,11 @@ class Ledger:
             return None
         first = min(needs, default=0)
         limit = max(1, limit // share, first)  # one request may be larger than a share
-        left = window.allowance.left
+        source = self._asking.source
+        left = window.allowance.left if source == self.source else 0
         least = max(0, first - left)
         most = max(least, sum(needs) + self._ahead(window, limit) - left)
-        if settling.source != self.source:
+        if settling.source != source:
             return WindowCall(limit, least, most)
         requests = window is self.requests
         returned = settling.returned_requests if requests else settling.returned_tokens
@@ -336,7 +351,15 @@ class Ledger:
         return min(self.in_use // 4 + 1, limit // SPARE_PLACES)
 
     def answered(self, call: QuotaCall, reply: QuotaReply, sent_at: float, now: float) -> None:
-        """The reply to a call that was made at `sent_at`; leases run from then, which is before they were granted."""
+        """The reply to the last call, made at `sent_at`; leases run from then, which is before they were granted."""
+        asking = self._asking
+        if asking.source != self.source:
+            self.requests.reset()
+            self.tokens.reset()
+            self.source, self.held, self.held_until = asking.source, 0, -inf
+        self.requests.taken -= asking.requests
+        self.tokens.taken -= asking.tokens
+        self._rated_at = asking.at
         if self.source == LOCAL:
             self._month_at = max(self._month_at, now - MONTH_S)  # it need not be waited for
         else:

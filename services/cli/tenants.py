@@ -114,7 +114,10 @@ def _value(field: str, value: str) -> Any:
         return [part for part in value.split(",") if part]
     if field == "disabled":
         return value.lower() in ("true", "yes", "1")
-    return value or None  # numbers are read, and nonsense refused, by the API
+    try:
+        return int(value) if value.isdecimal() else float(value)
+    except ValueError:
+        return value or None  # a class, or nonsense, which the API refuses
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------

@@ -93,6 +93,22 @@ def test_an_update_keeps_the_balancers_it_has(balancing: Balancing) -> None:
     assert balancing.balancers.keys() == {*before, ("eu", "c2")}
 
 
+def test_only_pools_that_changed_are_looked_at(balancing: Balancing) -> None:
+    before = pools(clusters={"c1": [instance("i1", "m")], "c2": [instance("i2", "n")]})
+    balancing.update(before)
+    for balancer in balancing.balancers.values():
+        balancer.stale = True  # what an update would set right
+    balancing.update(before | {EU1: Pool(EU1, (instance("i3", "m"),))})
+    assert sorted(balancing.balancers[EU1].candidates) == ["i3"]
+    assert {path: b.stale for path, b in balancing.balancers.items()} == {
+        path: path != EU1 for path in balancing.balancers
+    }
+    balancing.update({path: pool for path, pool in before.items() if path != EU1})
+    assert EU1 not in balancing.balancers
+    balancing.update(before)
+    assert sorted(balancing.balancers[EU1].candidates) == ["i1"]
+
+
 def test_a_pool_that_vanishes_is_forgotten(balancing: Balancing) -> None:
     balancing.update(pools())
     balancing.update({(): Pool(())})

@@ -362,6 +362,8 @@ def keys(model: type[BaseModel], at: tuple[str, ...] = ()) -> Iterator[tuple[tup
 
 
 SPECIAL = {
+    "models.shadows": "{chat: {model: small, ratio: 0.5}}",
+    "retry.continue_streams": "[/v1/completions]",
     "policy.slo_ttft_s": "2.5",
     "policy.slo_tpot_s": "0.1",
     "listen": "127.0.0.1:1",
@@ -386,6 +388,7 @@ SPECIAL = {
     "reports.listen": "127.0.0.1:1",
     "tenants.prices": "{'*': {input_usd: 1.5}}",
     "tenants.oidc": "[{issuer: 'https://a.example', audience: [b]}]",
+    "models.tokenizers": "{llama: /m/tokenizer.json}",
     "models.on_demand": "[a*]",
     "models.aliases": "{a: b, c: {d: 1.0, e: 2.0}}",
     "models.splits": "{a: {v1: 9.0, v2: 1.0}}",

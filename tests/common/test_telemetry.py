@@ -45,6 +45,17 @@ def serve(t: Telemetry, **fields: object) -> RequestRecord:
     return r
 
 
+def test_what_choosing_took_is_told_by_the_stage_it_began_with() -> None:
+    t = telemetry()
+    for seconds in (0.0001, 0.0002):
+        t.chose(("eu",), seconds)
+    t.chose((), 0.004)
+    seen = series(t)
+    assert seen["headwater_decision_seconds_count", "region"] == 2
+    assert seen["headwater_decision_seconds_sum", "region"] == pytest.approx(0.0003)
+    assert seen["headwater_decision_seconds_count", "global"] == 1
+
+
 # -- counting --------------------------------------------------------------------------------------------------------
 
 
@@ -357,6 +368,7 @@ def test_the_access_line_of_a_request() -> None:
         "error": None,
         "served_by": "eu/c1/i1",
         "from_peer": True,
+        "shadow_of": None,
         "tenant": None,
         "attempts": 2,
         "queued_s": 0.0,

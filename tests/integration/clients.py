@@ -121,6 +121,11 @@ class Raw:
                 body = await self._exactly(int(dict(headers).get("content-length", "0")))
         return Response(status, headers, body)
 
+    @property
+    def rest(self) -> bytes:
+        """What came after the last answer."""
+        return self.received[self._read :]
+
     async def _upto(self, mark: bytes) -> bytes:
         while (at := self.received.find(mark, self._read)) < 0:
             assert await self._more(), f"ended ({self.how}) after {self.received!r}"

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from random import Random
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from common.config import TierConfig
+from common.policy.versions import label_of
 from common.store.memory import MemoryMembershipStore
 from common.tier import TierProcess
 from common.types import Endpoint, Path
@@ -30,7 +31,7 @@ from services.demo.processes import Ports
 from tests.fake_engine import MODEL as FAKE_MODEL
 from tests.fake_engine import FakeEngine
 from tests.integration.clients import Response, ask, chat, get, metrics, total
-from tests.servers import EtcdServer, RedisServer, Server, eventually
+from tests.servers import RedisServer, Server, etcd_cluster, eventually
 
 MODEL = "llama-8b"
 # Below the range that the kernel gives to outgoing connections, so that a killed process gets its port back; from a
@@ -143,11 +144,13 @@ async def run(*argv: str, env: Mapping[str, str] | None = None, timeout_s: float
     return process.returncode, out.decode(), err.decode()
 
 
-def engine_process(name: str, engines: Mapping[str, int], *flags: str, profile: str = "h100") -> Process:
+def engine_process(
+    name: str, engines: Mapping[str, int], *flags: str, profile: str = "h100", model: str = MODEL
+) -> Process:
     """A process of simulated servers: their names and ports."""
     arguments = [a for n, port in engines.items() for a in ("--engine", f"{profile}:{port}:{n}")]
     url = f"http://127.0.0.1:{list(engines.values())[-1]}/health"
-    argv = [sys.executable, "-m", "services.engine_sim", "--model", MODEL, "--grace", "1", *flags, *arguments]
+    argv = [sys.executable, "-m", "services.engine_sim", "--model", model, "--grace", "1", *flags, *arguments]
     return Process(name, argv, url)
 
 
@@ -186,26 +189,55 @@ def process_of(server: str) -> str:
 
 
 class System:
-    """etcd, Redis, two regions of two clusters of two servers, and two global balancers: seventeen processes."""
+    """etcd, Redis, two regions of two clusters of two servers, and two global balancers: seventeen processes.
+
+    A subclass may have more of each: `replicas` balancers of every region and cluster, `members` of etcd.
+    """
+
+    replicas = 1
+    members = 1
 
     def __init__(self, *engine_flags: str) -> None:
-        self.tiers = {
-            name: Addresses(PORTS.take(), PORTS.take())
-            for name in (*GLOBALS, *(f"region-{r}" for r in REGIONS), *(f"instance-{c}" for c in CLUSTERS))
+        each = [f"-{i + 1}" for i in range(self.replicas)] if self.replicas > 1 else [""]
+        self.nodes: dict[str, Path] = {
+            **dict.fromkeys(GLOBALS, ()),
+            **{f"region-{r}{e}": (r,) for r in REGIONS for e in each},
+            **{f"instance-{c}{e}": (r, c) for c, r in CLUSTERS.items() for e in each},
         }
+        self.tiers = {name: Addresses(PORTS.take(), PORTS.take()) for name in self.nodes}
         self.servers = {f"{cluster}-{i}": PORTS.take() for cluster in CLUSTERS for i in (0, 1)}
-        self.etcd = EtcdServer()
+        self.etcds = etcd_cluster([(PORTS.take(), PORTS.take()) for _ in range(self.members)])
+        self.etcd = self.etcds[0]
         self.redis = RedisServer()
-        self.etcd.port, self.etcd._peer_port, self.redis.port = PORTS.take(), PORTS.take(), PORTS.take()
+        self.redis.port = PORTS.take()
         self.processes: dict[str, Server] = {"etcd": self.etcd, "redis": self.redis}
+        self.processes |= {f"etcd-{i + 1}": etcd for i, etcd in enumerate(self.etcds) if i}
+        self.stores = tuple(self.processes)
         self._folder = self.etcd.directory
-        for name in (*ENGINES, LONER):
-            engines = {n: p for n, p in self.servers.items() if process_of(n) == name}
-            self.processes[name] = engine_process(name, engines, *engine_flags)
+        self.add_engines(*engine_flags)
+        self._engine_names = tuple(name for name in self.processes if name not in self.stores)
         for cluster, region in CLUSTERS.items():
             self._add_agent(cluster, region)
         for name in self.tiers:
             self._add_tier(name)
+
+    def add_engines(self, *flags: str) -> None:
+        """Put the processes of the simulated servers among the others."""
+        for name in (*ENGINES, LONER):
+            engines = {n: p for n, p in self.servers.items() if process_of(n) == name}
+            self.processes[name] = engine_process(name, engines, *flags)
+
+    def process_of(self, server: str) -> str:
+        """Which process a simulated server lives in."""
+        return process_of(server)
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """What a subclass sets otherwise in the configuration of a process."""
+        return {}
+
+    def seen_url(self, server: str) -> str:
+        """Where the agents say that a server is."""
+        return self.engine_url(server)
 
     @property
     def url(self) -> str:
@@ -219,15 +251,13 @@ class System:
 
     def _add_agent(self, cluster: str, region: str) -> None:
         instances = [
-            {"id": name, "url": f"http://127.0.0.1:{port}", "gpu": "h100"}
-            for name, port in self.servers.items()
-            if name.startswith(cluster)
+            {"id": name, "url": self.seen_url(name), "gpu": "h100"} for name in self.servers if name.startswith(cluster)
         ]
         values = {"scrape_interval_s": 0.5, "instances": instances, "id": f"agent-{cluster}"}
         self._add("agent", f"agent-{cluster}", {"region": region, "cluster": cluster, **values}, line="agent_started")
 
     def _add_tier(self, name: str) -> None:
-        tier, _, node = name.partition("-")
+        tier, node = name.partition("-")[0], self.nodes[name]
         addresses = self.tiers[name]
         values: dict[str, Any] = {
             "id": name,
@@ -238,18 +268,15 @@ class System:
             "log": {"format": "json"},
             "tracing": {"recent": 5000},
         }
-        if tier == "region":
-            values["region"] = node
-        elif tier == "instance":
-            values |= {"region": CLUSTERS[node], "cluster": node}
+        values |= dict(zip(("region", "cluster"), node, strict=False))
         self._add(tier, name, values, url=f"{addresses.admin_url}/readyz")
 
     def _add(self, command: str, name: str, values: dict[str, Any], url: str = "", line: str = "") -> None:
         config = self._folder / f"{name}.yaml"
-        etcd = {"urls": [self.etcd.url], "ttl_s": TTL_S}
+        etcd = {"urls": [etcd.url for etcd in self.etcds], "ttl_s": TTL_S}
         if name in self.tiers:
             etcd["snapshot_file"] = str(self.snapshot_file(name))
-        config.write_text(json.dumps({**values, "etcd": etcd}))
+        config.write_text(json.dumps({**values, "etcd": etcd, **self.settings(name)}))
         self.processes[name] = Process(name, headwater(command, "--config", str(config)), url, line)
 
     def snapshot_file(self, name: str) -> FilePath:
@@ -261,7 +288,7 @@ class System:
     async def start(self) -> float:
         """Start everything and wait until all see each other; the seconds it took."""
         began = time.monotonic()
-        first = ("etcd", "redis", LONER, *ENGINES)
+        first = (*self.stores, *self._engine_names)
         await asyncio.gather(*(self.processes[name].start() for name in first))
         await asyncio.gather(*(process.start() for name, process in self.processes.items() if name not in first))
         await self.settled()
@@ -276,7 +303,7 @@ class System:
         """Start what is not running, clear all faults, and wait until all see each other again."""
         for name in self.servers:
             if not await self._lives(name):
-                self.kill(process_of(name))
+                self.kill(self.process_of(name))
         dead = [name for name, process in self.processes.items() if process.process is None]
         await asyncio.gather(*(self.processes[name].start() for name in dead))
         await asyncio.gather(*(get(f"{self.engine_url(n)}/sim/faults", method="DELETE") for n in self.servers))
@@ -321,7 +348,7 @@ class System:
         return (
             len(instances) == len(self.servers)
             and all(e["phase"] == "serving" for e in instances)
-            and [len(b) for b in balancers] == [1] * (len(REGIONS) + len(CLUSTERS))
+            and [len(b) for b in balancers] == [self.replicas] * (len(REGIONS) + len(CLUSTERS))
         )
 
     async def _no_takeover(self) -> bool:
@@ -460,6 +487,8 @@ async def tiers(
         stack.push_async_callback(lambda: asyncio.gather(*(tier._close(0.0) for tier in (*chain, *spare))))
         for engine in engines:
             endpoint = Endpoint(engine.name, url=engine.url, models=frozenset({engine.model}), gpu="h100")
+            labels = frozenset({label_of(engine.version)} if engine.version else ())
+            endpoint = replace(endpoint, engine=engine.engine, labels=labels)
             await chain[-1].membership.register_instance(CLUSTER, endpoint)
         world = Tiers(chain, engines, spare)
         await eventually(lambda: _known(world), 20.0)

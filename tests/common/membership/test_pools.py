@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from random import Random
 
 from common.membership.pools import Member, Tree, grow
 from common.membership.records import Place
@@ -125,6 +126,41 @@ def test_what_did_not_change_keeps_its_object() -> None:
     global_ = grown(*members, balancer((), "g1"), before=before)
     assert global_ is not before
     assert global_.pools == before.pools
+
+
+def test_a_drain_comes_and_goes_though_its_members_are_the_same() -> None:
+    members = [instance(EU_A, "i1"), instance(EU_A, "i2"), balancer(("eu",), "r1")]
+    tree = grown(*members)
+    for drained, phase in (({EU_A}, Phase.DRAINING), (set(), Phase.SERVING), ({EU_A}, Phase.DRAINING)):
+        tree = grow(members, 1, lambda path: False, tree, drained)
+        assert tree.pools[("eu",)].endpoints[0].phase is phase
+        assert tree.pools[()].endpoints[0].phase is phase
+    assert [e.phase for e in tree.pools[EU_A].endpoints] == [Phase.SERVING] * 2
+    tree = grow(members, 1, lambda path: False, tree, {("eu", "a", "i1")})
+    assert [e.phase for e in tree.pools[EU_A].endpoints] == [Phase.DRAINING, Phase.SERVING]
+    assert tree.pools[("eu",)].endpoints[0].phase is Phase.SERVING
+
+
+def test_step_by_step_it_comes_to_the_same_as_at_once() -> None:
+    rng = Random(1)
+    members: dict[tuple[Path, str], tuple[Place, Member]] = {}
+    tree = Tree()
+    for step in range(300):
+        path = (rng.choice(("eu", "us")), rng.choice("ab"))
+        id_ = f"i{rng.randrange(4)}"
+        if rng.random() < 0.4:
+            members.pop((path, id_), None)
+        else:
+            models = frozenset(rng.sample("xyz", rng.randint(1, 2)))
+            phase = rng.choice((Phase.SERVING, Phase.DRAINING))
+            members[path, id_] = instance(path, id_, gpu=rng.choice(("h100", "l4")), models=models, phase=phase)
+        drained = {p for p in (("eu",), ("us", "a"), (*path, id_)) if rng.random() < 0.3}
+        tree = grow(members.values(), step, lambda path: False, tree, drained)
+        fresh = grow(members.values(), step, lambda path: False, Tree(), drained)
+        assert {p: pool.endpoints for p, pool in tree.pools.items()} == {
+            p: pool.endpoints for p, pool in fresh.pools.items()
+        }
+        assert tree.balancers == fresh.balancers
 
 
 def test_staleness_is_passed_on_without_new_endpoints() -> None:

@@ -702,6 +702,19 @@ def test_between_quotes_picks_are_added_to_what_was_quoted() -> None:
     assert Counter(picked(balancer, now=0.1).endpoint.id for _ in range(40)) == {"eu": 20, "us": 20}
 
 
+def test_the_same_request_at_the_same_moment_sees_what_was_chosen_and_quoted_meanwhile() -> None:
+    balancer, request = regions("eu", "us"), ask()
+    for name in ("eu", "us"):
+        balancer.report(LoadReport(name, servers=(idle(),)), now=1.0)
+    first, second = picked(balancer, request, now=1.0), picked(balancer, request, now=1.0)
+    assert {first.endpoint.id, second.endpoint.id} == {"eu", "us"}
+    balancer.report(LoadReport(first.endpoint.id, servers=(busy(30),)), now=1.0)
+    third = picked(balancer, request, now=1.0)
+    assert third.endpoint.id == second.endpoint.id
+    costs = dict(zip(third.candidates, third.totals, strict=True))
+    assert costs[first.endpoint.id] > costs[second.endpoint.id] > 0.0
+
+
 def test_picks_that_a_new_quote_cannot_contain_yet_are_played_on_it_again() -> None:
     balancer = regions("eu", "us")
     balancer.report(LoadReport("eu", servers=(idle(),)), 0.0)

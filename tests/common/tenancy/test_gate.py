@@ -282,6 +282,19 @@ async def test_concurrent_requests_are_bounded_and_a_cancelled_one_leaves_nothin
         assert gate.under_way("acme") == 0
 
 
+async def test_who_comes_just_as_a_round_trip_ends_has_one_of_his_own() -> None:
+    source = Fixed(acme={"concurrent_requests": 10})
+    async with gated(source) as gate:
+        (await admit(gate, source)).end(DONE)
+        ledger, tenant = gate._ledgers["acme"], gate.identify(bearer(source.secrets["acme"])).tenant
+        ended = gate._begin_round(ledger, tenant)
+        await asyncio.sleep(0)
+        assert ended.done()
+        assert gate._rounds  # nobody has taken note of that yet
+        ledger.held = 0
+        (await admit(gate, source)).end(DONE)
+
+
 async def test_many_at_once_share_round_trips(redis_server: RedisServer) -> None:
     source = Fixed(acme={"requests_per_minute": 1000, "tokens_per_minute": 100_000, "concurrent_requests": 1000})
     async with gated(source, redis=redis_server.url) as gate:

@@ -272,6 +272,24 @@ def test_leases_of_one_store_are_nothing_to_another():
     assert not ledger.tokens.returns  # its bucket is one of the other store's
 
 
+def test_a_store_that_is_asked_in_vain_takes_no_lease_away():
+    world = World(requests_per_minute=10_000, concurrent_requests=100)
+    ledger = world.ledgers[0]
+    for _ in range(20):
+        world.take()
+    world.exchange(ledger, 0, source=LOCAL)
+    left = ledger.requests.allowance.left
+    assert left > 1
+    ledger.needs[:] = [0]
+    call = ledger.call(world.spec, "shared", next(world.numbers), MONTH, world.now)  # and it is not answered
+    assert call.requests is not None
+    assert (call.requests.least, call.requests.returned) == (1, ())
+    assert isinstance(ledger.take(world.spec, 0, NOTHING, MONTH, world.now), Taken)
+    assert (ledger.source, ledger.requests.allowance.left) == (LOCAL, left - 1)
+    world.exchange(ledger)
+    assert ledger.source == "shared"
+
+
 def test_what_was_spent_meanwhile_is_told_when_it_is_back():
     world = World(monthly_tokens=10_000)
     ledger = world.ledgers[0]
