@@ -301,13 +301,9 @@ class TierProcess:
         if self._tenants is not None:
             self.spawn(self._tenants.run(), "tenants")
             await self._tenants.gate.until(lambda directory: True, backing.STORE_START_S)
-<<<<<<< HEAD
-        self.spawn(self._watchdog.run(), "watchdog")
-=======
         if self._stream is not None:
-            self._spawn(self._stream.log.run(), "decision records")
-        self._spawn(self._watchdog.run(), "watchdog")
->>>>>>> main
+            self.spawn(self._stream.log.run(), "decision records")
+        self.spawn(self._watchdog.run(), "watchdog")
         self.serving.on_versioned = self.rollouts.saw
         self.spawn(self.rollouts.follow(), "rollouts")
         self.spawn(self.rollouts.run(), "rollouts move")
@@ -583,13 +579,9 @@ class TierProcess:
             await asyncio.wait(self._tasks, timeout=ADMIN_STOP_S)
         if self._tenants is not None:
             await self._tenants.close()
-<<<<<<< HEAD
-        await self.affinity_store.close()
-=======
         if self._stream is not None:
             await self._stream.log.close()
-        await self._affinity_store.close()
->>>>>>> main
+        await self.affinity_store.close()
         if self._store is not None:
             await self._store.close()
         self.telemetry.close()
