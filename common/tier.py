@@ -295,7 +295,9 @@ class TierProcess:
         self.spawn(self.quotes.run(), "quotes")
         if config.etcd.urls:
             self.spawn(Lookout(self.membership, lambda: self._certificates.instances).run(), "lookout")
-        exchange = ReplicaExchange(self.affinity_store, self.node, self.balancing, self.replicas)
+        exchange = ReplicaExchange(
+            self.affinity_store, self.node, self.balancing, self.serving.quarantine, self.replicas
+        )
         self.spawn(exchange.run(), "exchange between replicas")
         self.spawn(self._measure_round_trips(), "round trips")
         if self._tenants is not None:
