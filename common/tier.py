@@ -293,7 +293,9 @@ class TierProcess:
         self._spawn(self.quotes.run(), "quotes")
         if config.etcd.urls:
             self._spawn(Lookout(self.membership, lambda: self._certificates.instances).run(), "lookout")
-        exchange = ReplicaExchange(self._affinity_store, self.node, self.balancing, self._replicas)
+        exchange = ReplicaExchange(
+            self._affinity_store, self.node, self.balancing, self.serving.quarantine, self._replicas
+        )
         self._spawn(exchange.run(), "exchange between replicas")
         self._spawn(self._measure_round_trips(), "round trips")
         if self._tenants is not None:
