@@ -527,6 +527,10 @@ class Tracing(Section):
     """Finished requests remembered for `headwater trace` and `explain`; at most 32 MiB of them."""
     decisions_file: str = ""
     """Every request's decision record is also appended to this file, a JSON line each; none: it is only remembered."""
+    decisions_stream: str = ""
+    """And added to this stream in Redis (`redis.url`), as JSON in the field `decision`."""
+    decisions_stream_entries: Annotated[int, Field(ge=100, le=10_000_000)] = 10_000
+    """About so many are kept there; one takes 5 to 10 KB."""
 
 
 class Auth(Section):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from random import Random
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -126,6 +126,16 @@ def access_line(r: RequestRecord) -> dict[str, Any]:
     }
 
 
+class DecisionSink(Protocol):
+    """Where decision records go besides the ring: `write` queues one and waits for nothing."""
+
+    def write(self, record: RequestRecord) -> None:
+        """Queue what a finished request says."""
+
+    def flush(self) -> None:
+        """Write what is queued, as far as that takes no waiting for others."""
+
+
 class Telemetry:
     """Takes decisions and finished requests in, and offers what they add up to."""
 
@@ -136,7 +146,7 @@ class Telemetry:
         known_model: Callable[[str], bool],
         recent_bytes: int = RECENT_BYTES,
         access_log: bool = True,
-        decisions: AccessLog | None = None,
+        decisions: Sequence[DecisionSink] = (),
         export: Callable[[RequestRecord], None] | None = None,
         slow_ttft_s: float = SLOW_TTFT_S,
         slow_tpot_s: float = SLOW_TPOT_S,
@@ -332,8 +342,8 @@ class Telemetry:
             self._queue_wait.see((), record.queued_s)
         if not record.from_peer:
             self.history.see(record)
-        if self.decisions is not None:
-            self.decisions.write(record)
+        for sink in self.decisions:
+            sink.write(record)
 
     def shadow_dropped(self, record: RequestRecord) -> None:
         """A request was not copied, for too many copies are under way."""
@@ -394,9 +404,9 @@ class Telemetry:
 
     def close(self) -> None:
         """Write what is still queued."""
-        for log in (self.log, self.decisions):
-            if log is not None:
-                log.flush()
+        for sink in (self.log, *self.decisions):
+            if sink is not None:
+                sink.flush()
 
 
 def _reason(path: Path, pick: Pick, request: InferenceRequest) -> str:

@@ -28,9 +28,11 @@ class Peers:
         """A client for several questions; to be closed."""
         return httpx.AsyncClient(timeout=timeout_s, trust_env=False, verify=self._tls or _nobody())
 
-    async def get(self, path: str, params: Mapping[str, Any] | None = None) -> list[bytes]:
+    async def get(
+        self, path: str, params: Mapping[str, Any] | None = None, *, timeout_s: float = TIMEOUT_S
+    ) -> list[bytes]:
         """The answers of those that gave one (200), in the order of their URLs."""
-        async with self.client() as client:
+        async with self.client(timeout_s) as client:
             found = await asyncio.gather(*(ask(client, "GET", url + path, params) for url in sorted(self.urls())))
         return [content for content in found if content is not None]
 

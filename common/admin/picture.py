@@ -21,6 +21,7 @@ from common.types import Path, Tier
 
 LATEST_STEPS = 3  # of the history that go with every picture
 OLD_S = 0.8  # a picture this young is shown again instead of asking everybody
+PEER_S = 0.8  # for another tier's part: a host that is gone must not keep a takeover off the map for longer
 TAKEOVER_S = 5.0  # one is shown for so long after its last request
 
 
@@ -180,7 +181,7 @@ class Pictures:
             if self._last is None or clock.now() - self._made_at >= OLD_S:
                 asked = len(self._peers.urls())
                 found = [self.own()]
-                for content in await self._peers.get("/admin/v1/picture"):
+                for content in await self._peers.get("/admin/v1/picture", timeout_s=PEER_S):
                     picture = decoded(content, Picture)
                     if picture is not None:
                         found.append(picture)

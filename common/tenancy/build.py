@@ -111,7 +111,8 @@ def _usage(config: TierConfig) -> list[UsageLog]:
     if wanted.usage_stream:
         from common.store.redis_stream import StreamWriter  # noqa: PLC0415 - costs where it is not needed
 
-        sinks.append(UsageLog(StreamWriter(config.redis.url, wanted.usage_stream, wanted.usage_stream_entries)))
+        writer = StreamWriter(config.redis.url, wanted.usage_stream, wanted.usage_stream_entries, field="usage")
+        sinks.append(UsageLog(writer))
     return sinks
 
 

@@ -98,17 +98,19 @@ class FileWriter:
 
 
 class UsageLog:
-    """Records on their way to one writer."""
+    """Records on their way to one writer; at most `max_pending` wait for it. `what`: for the log, what is written."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: Writer, *, what: str = "usage", max_pending: int = MAX_PENDING) -> None:
         self._writer = writer
+        self._what = what
+        self._max_pending = max_pending
         self._pending: deque[bytes] = deque()
         self._batch: list[bytes] = []  # being written
         self.written = self.dropped = 0
 
     def add(self, line: bytes) -> None:
         """Queue a record."""
-        if len(self._pending) >= MAX_PENDING:
+        if len(self._pending) >= self._max_pending:
             self._pending.popleft()
             self.dropped += 1
         self._pending.append(line)
@@ -127,11 +129,12 @@ class UsageLog:
                 reason = await self._write()
                 if not reason:
                     if pause_s > RETRY_S[0]:
-                        log.info("usage_written_again", pending=self.pending)
+                        log.info(f"{self._what}_written_again", pending=self.pending)
                     pause_s = RETRY_S[0]
                     continue
                 if pause_s == RETRY_S[0]:
-                    log.error("usage_not_written", reason=reason, pending=self.pending, kept_at_most=MAX_PENDING)
+                    kept = self._max_pending
+                    log.error(f"{self._what}_not_written", reason=reason, pending=self.pending, kept_at_most=kept)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2.0 * pause_s, RETRY_S[1])
 
@@ -157,5 +160,5 @@ class UsageLog:
             pass
         if self.pending:
             self.dropped += self.pending
-            log.error("usage_lost", records=self.pending)
+            log.error(f"{self._what}_lost", records=self.pending)
         await self._writer.close()

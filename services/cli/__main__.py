@@ -200,6 +200,7 @@ ELSEWHERE = {  # commands whose options stand in a module of their own, which ta
     "check": ("services.cli.check", "check"),
     "explain": ("services.cli.ask", "explain"),
     "route": ("services.cli.ask", "route"),
+    "policy": ("services.cli.ask", "policy"),
     "log-level": ("services.cli.ask", "log_level"),
     "top": ("services.cli.top", "top"),
     "whatif": ("services.cli.ask", "whatif"),

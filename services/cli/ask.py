@@ -154,3 +154,21 @@ def log_level(
     options = {"json": {"level": level}} if level else {}
     found, _ = asked("PUT" if level else "GET", admin, path, dict[str, str], **options)
     typer.echo(found["level"])
+
+
+def policy(
+    name: Annotated[str, typer.Argument(metavar="[POLICY]", help="as in `policy.name`; none: show them")] = "",
+    process: Annotated[str, typer.Option(metavar="ID", help="only of the process with this id")] = "",
+    admin: Admin = ADMIN_URL,
+) -> None:
+    """Show by which policy each process chooses, or change it: until it starts anew, or its file says otherwise."""
+    path = "/admin/v1/policy"
+    if name:
+        body = {"name": name, "process": process, "everywhere": True}
+        found, _ = asked("PUT", admin, path, dict[str, Any], json=body)
+    else:
+        found, _ = asked("GET", admin, path, dict[str, Any], params={"everywhere": True})
+    for one in found["processes"]:
+        typer.echo(f"{one['process']}  {one['name']}  {one['price_weight_s_per_usd']:g} s per $")
+    if found["unheard"]:
+        raise failed(f"{found['unheard']} balancers gave no answer")

@@ -14,7 +14,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 WAIT_S = 20.0  # for bytes that must come, on a busy machine
-_SAMPLE = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
+_SAMPLE = re.compile(r"([\w:]+)(?:\{(.*)\})? (\S+)")
 
 
 def chat(model: str = "llama-8b", *, text: str = "Hello.", **fields: Any) -> bytes:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from common import clock
+from tests.fake_engine import MODEL as FAKE_MODEL
 from tests.fake_engine import FakeEngine
 from tests.integration.clients import get
 from tests.integration.system import PORTS, Process, headwater, tiers
@@ -18,7 +20,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 playwright = pytest.importorskip("playwright.async_api")
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium here (Debian: apt install chromium)")
 WAIT_MS = 30_000.0
-VIEWS = ("map", "charts", "latency", "requests")
+VIEWS = ("map", "charts", "latency", "requests", "control")
+TAKEOVER_S = 2.0  # from the first request that another tier stands in for, to its sight on the map
 
 
 @asynccontextmanager
@@ -120,7 +123,43 @@ async def test_a_takeover_is_seen_on_the_map():
         world.chain[2].abort()
         world.chain[1].balancing.peer_lost("tier-r-c")
         assert (await world.chat()).status == 200
+        began = clock.now()
         await page.wait_for_selector("section.cluster .tag.bad:has-text('run by tier-r')")
+        assert clock.now() - began < TAKEOVER_S
+
+
+async def test_another_policy_and_a_rollout_are_asked_about_and_done():
+    async with tiers(FakeEngine("one"), FakeEngine("two"), depth=3) as world, browser() as page:
+        await page.goto(f"{world.admin_url}/console")
+        await page.wait_for_selector("li.server")
+        await page.keyboard.press("5")
+        await page.select_option("select[aria-label=policy]", "round_robin")
+        await page.click("button:has-text('Change policy')")
+        await page.click("dialog button:has-text('Cancel')")
+        assert all(tier.balancing.balancers[tier.node].policy.name == "predicted_completion" for tier in world.chain)
+        await page.click("button:has-text('Change policy')")
+        await page.click("dialog button.danger")
+        await page.wait_for_selector("tr:has-text('tier-r-c') td:has-text('round_robin')")
+        assert [tier.balancing.balancers[tier.node].policy.name for tier in world.chain] == ["round_robin"] * 3
+        await page.wait_for_selector("dialog", state="hidden")
+
+        await page.fill("input[name=model]", FAKE_MODEL)
+        await page.fill("input[name=to]", "v2")
+        await page.fill("input[name=steps]", "50, 10")
+        await page.click("button:has-text('Start rollout')")
+        assert "must rise" in await page.evaluate("document.querySelector('input[name=steps]').validationMessage")
+        assert not await page.locator("dialog").is_visible()
+        await page.fill("input[name=steps]", "10, 50, 100")
+        await page.click("button:has-text('Start rollout')")
+        await page.click("dialog button.danger")
+        await page.wait_for_selector("tr:has-text('v2') td:has-text('waiting')")
+        await page.click("button:has-text('Abort')")
+        await page.click("dialog button.danger")
+        await page.wait_for_selector("tr:has-text('v2') td:has-text('aborted')")
+        assert [r.stage.value for r in world.top.rollouts.known.values()] == ["aborted"]
+        await page.click("button:has-text('Forget')")
+        await page.click("dialog button.danger")
+        await page.wait_for_selector("text=No rollouts.")
 
 
 async def test_an_instance_is_drained_and_given_back():

@@ -9,14 +9,19 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
+from redis.asyncio import Redis
 
+from common.config import TierConfig
+from common.errors import ConfigError
 from common.explain.decisions import Decision
 from common.explain.whatif import Counterfactual, DryRun
 from common.policy.stages import POLICIES
+from common.tier import verify
 from tests.fake_engine import FakeEngine, Script
 from tests.integration.clients import Response, get
 from tests.integration.system import CLUSTER, Tiers, run, tiers
-from tests.servers import eventually
+from tests.servers import RedisServer, eventually
 
 
 async def decisions(world: Tiers, reply: Response, tiers: int) -> list[Decision]:
@@ -98,6 +103,48 @@ async def test_they_can_be_kept_in_a_file(tmp_path: Path):
         kept = msgspec.json.decode(file.read_bytes(), type=Decision)
         assert (kept.id, kept.outcome.status) == (reply.header("x-headwater-decision"), 200)
         assert kept.stages[-1].chosen == "one"
+
+
+async def test_they_can_be_kept_in_a_stream_that_stays_short_and_holds_nothing_up():
+    async with RedisServer() as redis:
+        tracing = {"decisions_stream": "why", "decisions_stream_entries": 100}
+        async with tiers(FakeEngine("one"), tracing=tracing, redis={"url": redis.url, "budget_ms": 500}) as world:
+            client = Redis.from_url(redis.url)
+            first = (await world.chat()).header("x-headwater-decision")
+
+            async def newest() -> Decision:
+                [(_, fields)] = await client.xrevrange("why", count=1)
+                return msgspec.json.decode(fields[b"decision"], type=Decision)
+
+            async def kept(count: int) -> bool:
+                return bool(await client.xlen("why") >= count)
+
+            await eventually(lambda: kept(1), 20.0)
+            assert (await newest()).id == first
+            assert (await newest()).stages[-1].chosen == "one"
+            for _ in range(320):
+                assert (await world.chat()).status == 200
+
+            async def all_written() -> bool:
+                return world.top._stream is not None and world.top._stream.log.written == 321
+
+            await eventually(all_written, 20.0)
+            assert 100 <= await client.xlen("why") <= 210  # Redis trims by blocks of a hundred
+            await client.aclose()
+            redis.kill()
+            last = [(await world.chat()).status for _ in range(20)]
+            assert last == [200] * 20
+            stream = world.top._stream
+            assert stream is not None
+            await eventually(lambda: stream.log.pending == 20, 20.0)
+            await redis.start()
+            await eventually(lambda: stream.log.pending == 0, 30.0)
+            assert stream.log.dropped == 0
+
+
+async def test_a_stream_needs_redis():
+    with pytest.raises(ConfigError, match=r"tracing.decisions_stream: needs redis.url"):
+        verify(TierConfig.model_validate({"tracing": {"decisions_stream": "why"}}))
 
 
 async def test_the_latest_are_listed_and_can_be_narrowed_down():
@@ -226,3 +273,28 @@ async def test_other_policies_are_given_the_same_requests_wherever_they_were_dec
         assert "The last 12 requests of r/c, as predicted" in out
         assert "predicted_completion *" in out
         assert "Seen: first token after" in out
+
+
+async def test_another_policy_is_chosen_by_while_they_run_in_one_process_or_in_all():
+    async with tiers(FakeEngine("one"), FakeEngine("two"), depth=3) as world:
+        url = f"{world.admin_url}/admin/v1/policy"
+
+        def names() -> list[str]:
+            return [tier.balancing.balancers[tier.node].policy.name for tier in world.chain]
+
+        async with httpx.AsyncClient(timeout=20.0) as client:
+            reply = await client.put(url, json={"name": "round_robin", "process": "tier-r-c", "everywhere": True})
+            assert reply.status_code == 200, reply.text
+            assert names() == ["predicted_completion", "predicted_completion", "round_robin"]
+            seen = [(await world.chat()).header("x-headwater-served-by") for _ in range(4)]
+            assert sorted(seen) == ["r/c/one", "r/c/one", "r/c/two", "r/c/two"]
+            assert [p["name"] for p in (await client.get(url)).json()["processes"]] == ["predicted_completion"]
+            assert (await client.put(url, json={"name": "luck"})).status_code == 422
+            assert (await client.put(url, json={"name": "hash"}, headers={"origin": "http://evil"})).status_code == 403
+        code, out, err = await headwater("policy", "least_load", "--admin", world.admin_url)
+        assert (code, err) == (0, "")
+        assert out.count("least_load  10000 s per $") == 3
+        assert names() == ["least_load"] * 3
+        assert (await world.chat()).status == 200
+        code, out, _ = await headwater("policy", "--admin", world.admin_url)
+        assert [line.split()[0] for line in out.splitlines()] == ["tier", "tier-r", "tier-r-c"]

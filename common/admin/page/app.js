@@ -5,9 +5,10 @@ import './map.js';
 import './charts.js';
 import './latency.js';
 import './requests.js';
+import './control.js';
 
-const VIEWS = { map: 'hw-map', charts: 'hw-charts', latency: 'hw-latency', requests: 'hw-requests', request: 'hw-request' };
-const ORDER = ['map', 'charts', 'latency', 'requests'];
+const VIEWS = { map: 'hw-map', charts: 'hw-charts', latency: 'hw-latency', requests: 'hw-requests', request: 'hw-request', control: 'hw-control' };
+const ORDER = ['map', 'charts', 'latency', 'requests', 'control'];
 const main = document.getElementById('view');
 const link = document.getElementById('link');
 const dialog = document.getElementById('dialog');
@@ -85,7 +86,7 @@ function switchTheme() {
 }
 
 function showKeys() {
-  const keys = [['1 2 3 4', 'map, charts, latency, requests'], ['/', 'filter requests'], ['Esc', 'back to the list'], ['t', 'dark or light'], ['?', 'this list']];
+  const keys = [['1 2 3 4 5', 'map, charts, latency, requests, control'], ['/', 'filter requests'], ['Esc', 'back to the list'], ['t', 'dark or light'], ['?', 'this list']];
   dialog.replaceChildren(el('h2', {}, 'Keys'), el('table', {}, el('tbody', {}, ...keys.map(([key, what]) =>
     el('tr', {}, el('td', {}, ...key.split(' ').map(k => el('kbd', {}, k))), el('td', {}, what))))),
   el('menu', {}, el('button', { type: 'button', onclick: () => dialog.close() }, 'Close')));
@@ -94,7 +95,7 @@ function showKeys() {
 
 document.addEventListener('keydown', event => {
   if (event.ctrlKey || event.altKey || event.metaKey || dialog.open) return;
-  if (event.target.matches('input, textarea')) { if (event.key === 'Escape') event.target.blur(); return; }
+  if (event.target.matches('input, textarea, select')) { if (event.key === 'Escape') event.target.blur(); return; }
   if (ORDER[event.key - 1]) location.hash = ORDER[event.key - 1];
   else if (event.key === 't') switchTheme();
   else if (event.key === '?') showKeys();

@@ -1,5 +1,5 @@
 // The tree: regions with their clusters and instances; load, health, weights, who stands in for whom; drain and undrain.
-import { state, el, put, seconds, rate, api } from './state.js';
+import { state, el, put, seconds, rate, api, confirmed } from './state.js';
 
 const level = x => x >= 0.95 ? 'bad' : x >= 0.75 ? 'warn' : '';
 let drains = null;  // path -> mark; null: not known, or this tier offers no draining
@@ -99,22 +99,13 @@ class Map_ extends HTMLElement {
 }
 
 function confirmDrain(path, drained) {
-  const dialog = document.getElementById('dialog');
-  const reason = el('input', { type: 'text', maxlength: 200, 'aria-label': 'reason', placeholder: 'reason, for others to read' }), wrong = el('p', { class: 'bad-text', role: 'alert' });
-  const go = el('button', { type: 'button', class: 'danger' }, drained ? 'Undrain' : 'Drain');
-  go.onclick = async () => {
-    try {
-      if (drained) await api(`/admin/v1/drains/${path.split('/').map(encodeURIComponent).join('/')}`, { method: 'DELETE' });
-      else await api('/admin/v1/drains', { method: 'POST', headers: { 'content-type': 'application/json' }, body: JSON.stringify({ id: path, reason: reason.value, by: 'console' }) });
-      await readDrains();
-      dialog.close();
-    } catch (error) { put(wrong, `It did not work: ${error.message}`); }
-  };
-  dialog.replaceChildren(el('h2', {}, `${drained ? 'Undrain' : 'Drain'} ${path}?`),
-    el('p', {}, drained ? 'It gets work again, slowly at first.' : 'It gets no new work; what is under way ends in peace.'),
-    drained ? null : reason, wrong,
-    el('menu', {}, el('button', { type: 'button', onclick: () => dialog.close() }, 'Cancel'), go));
-  dialog.showModal();
+  const reason = el('input', { type: 'text', maxlength: 200, 'aria-label': 'reason', placeholder: 'reason, for others to read' });
+  const what = el('p', {}, drained ? 'It gets work again, slowly at first.' : 'It gets no new work; what is under way ends in peace.');
+  confirmed(`${drained ? 'Undrain' : 'Drain'} ${path}?`, drained ? [what] : [what, reason], drained ? 'Undrain' : 'Drain', async () => {
+    if (drained) await api(`/admin/v1/drains/${path.split('/').map(encodeURIComponent).join('/')}`, { method: 'DELETE' });
+    else await api('/admin/v1/drains', { method: 'POST', headers: { 'content-type': 'application/json' }, body: JSON.stringify({ id: path, reason: reason.value, by: 'console' }) });
+    await readDrains();
+  });
 }
 
 customElements.define('hw-map', Map_);

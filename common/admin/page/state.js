@@ -96,3 +96,17 @@ export async function api(path, options) {
   }
   return reply.headers.get('content-type').startsWith('text/plain') ? reply.text() : reply.json();
 }
+
+// Asks before something is changed. `act` does it; what goes wrong is told in the dialog, which then stays.
+export function confirmed(title, content, label, act) {
+  const dialog = document.getElementById('dialog'), wrong = el('p', { class: 'bad-text', role: 'alert' });
+  const go = el('button', { type: 'button', class: 'danger' }, label);
+  go.onclick = async () => {
+    go.disabled = true;
+    try { await act(); dialog.close(); } catch (error) { put(wrong, `It did not work: ${error.message}`); }
+    go.disabled = false;
+  };
+  dialog.replaceChildren(el('h2', {}, title), ...content, wrong,
+    el('menu', {}, el('button', { type: 'button', onclick: () => dialog.close() }, 'Cancel'), go));
+  dialog.showModal();
+}

@@ -119,10 +119,9 @@ class Broken:
 
 
 async def test_what_is_kept_is_bounded_and_what_is_lost_is_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(usage, "MAX_PENDING", 10)
-    sink = UsageLog(Broken())
+    sink = UsageLog(Broken(), max_pending=10)
     for n in range(25):
         sink.add(b"%d" % n)
     assert (sink.pending, sink.dropped) == (10, 15)
@@ -132,7 +131,7 @@ async def test_what_is_kept_is_bounded_and_what_is_lost_is_counted(
 
 
 async def test_records_go_into_a_stream_of_bounded_length(redis_server: RedisServer) -> None:
-    async with logging_to(StreamWriter(redis_server.url, "headwater:usage", 1000)) as sink:
+    async with logging_to(StreamWriter(redis_server.url, "headwater:usage", 1000, field="usage")) as sink:
         for n in range(1500):
             sink.add(b'{"n":%d}' % n)
         await eventually(lambda: sink.written == 1500, 20.0)
@@ -143,7 +142,7 @@ async def test_records_go_into_a_stream_of_bounded_length(redis_server: RedisSer
 
 async def test_records_wait_for_redis(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "RETRY_S", (0.05, 0.05))
-    async with logging_to(StreamWriter(redis_server.url, "u", 1000)) as sink:
+    async with logging_to(StreamWriter(redis_server.url, "u", 1000, field="usage")) as sink:
         sink.add(b"1")
         await eventually(lambda: sink.written == 1, 20.0)
         redis_server.kill()
