@@ -33,6 +33,10 @@ class Queue:
         self._waiting: dict[Waiter, tuple[Attempt, asyncio.Future[Route]]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
+    def reconfigure(self, bounds: Bounds) -> None:
+        """Other bounds from now on. Nobody who waits is sent away for want of room; time is up by the new ones."""
+        self.bounds = self.room.bounds = bounds
+
     def takes(self, shed: Shed) -> bool:
         """Whether waiting may help: the reason passes, and does so before the time in the room is over."""
         return (
@@ -40,6 +44,10 @@ class Queue:
             and self.bounds.max_requests > 0
             and (shed.retry_after_s or 0.0) <= self.bounds.timeout_s
         )
+
+    def waiting(self, model: str) -> int:
+        """Requests for a model that wait here. O(all that wait)."""
+        return sum(waiter.model == model for waiter in self._waiting)
 
     async def route(self, request: InferenceRequest, attempt: Attempt, shed: Shed, since: float) -> Route:
         """Wait until `attempt` gives a route; `since` is when the request first came to wait (monotonic seconds).

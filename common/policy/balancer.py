@@ -248,6 +248,7 @@ class Balancer:
     def reconfigure(self, policy: Policy, limits: Limits) -> None:
         """Choose by another policy and within other bounds; what was learned stays."""
         self.policy, self.limits = policy, limits
+        self._needs = self._pool.needs = policy.needs if policy.needs is not None and policy.needs.hard else None
         for c in (*self.candidates.values(), *self._gone.values()):
             c.bounded(limits)
             if policy.learns and c.depth == 2 and c.estimates[0].samples < TRIAL_SAMPLES:

@@ -103,15 +103,15 @@ class Regions:
 
     def within_share(self, request: InferenceRequest, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
         """Has not had more of the last second's requests than its share of what all can do, times the cap."""
-        total = sum(c.recent.value_at(now) for c in candidates)
-        if total < SHARE_FROM or len(candidates) < 2:
+        # One that takes nothing now has no part, or the others were to keep below shares that it leaves to nobody.
+        taking = [c for c in candidates if c.offers(request)]
+        total = sum(c.recent.value_at(now) for c in taking)
+        if total < SHARE_FROM or len(taking) < 2:
             return list(candidates)
-        can = {c.endpoint.id: sum(s.speed.prefill_tokens_per_s * s.count for s in c.own) for c in candidates}
+        can = {c.endpoint.id: sum(s.speed.prefill_tokens_per_s * s.count for s in c.quoted or c.own) for c in taking}
         most = self.share_cap * (total + 1.0) / sum(can.values())
         left = [
-            c
-            for c in candidates
-            if c.recent.value_at(now) + 1.0 <= most * can[c.endpoint.id] or _occupancy(c) < HALF_FULL
+            c for c in taking if c.recent.value_at(now) + 1.0 <= most * can[c.endpoint.id] or _occupancy(c) < HALF_FULL
         ]
         return left or list(candidates)
 

@@ -85,6 +85,12 @@ class Versions:
         self._splits = dict(splits)
         self.rollouts: dict[str, Split] = {}
 
+    def adopt(self, other: Versions) -> None:
+        """Go by another configuration's from now on; rollouts stay."""
+        self.aliases.clear()  # it is looked at by others
+        self.aliases.update(other.aliases)
+        self._splits = other._splits
+
     def target(self, model: str, key: str) -> Target:
         """Where a request for `model` goes: by alias first, then by the split of what that names."""
         alias = self.aliases.get(model)

@@ -58,10 +58,10 @@ def _key(waiter: Waiter) -> Key:
 class WaitingRoom:
     """Bounded; O(log n) to enter, O(tenants and models in it) to find who is next."""
 
-    __slots__ = ("_bounds", "_left", "_queues", "_served", "_shares", "requests", "tokens")
+    __slots__ = ("_left", "_queues", "_served", "_shares", "bounds", "requests", "tokens")
 
     def __init__(self, bounds: Bounds, shares: Mapping[str, float] | None = None) -> None:
-        self._bounds = bounds
+        self.bounds = bounds
         self._shares = shares or {}
         self._queues: dict[Key, list[tuple[float, float, int, Waiter]]] = {}
         self._served: dict[str, float] = {}  # tenant -> tokens served, over its share; only of those in the room
@@ -75,7 +75,7 @@ class WaitingRoom:
         if waiter.deadline < now + wait:
             return Shed("deadline_exceeded", wait)
         evicted = None
-        if self.requests >= self._bounds.max_requests or self.tokens + waiter.tokens > self._bounds.max_tokens:
+        if self.requests >= self.bounds.max_requests or self.tokens + waiter.tokens > self.bounds.max_tokens:
             evicted = self._worst(now)
             if evicted is None or evicted.priority <= waiter.priority or evicted.tokens < waiter.tokens - self._room():
                 return Shed("saturated", max(1.0, wait))
@@ -84,7 +84,7 @@ class WaitingRoom:
         return evicted
 
     def _room(self) -> float:
-        return self._bounds.max_tokens - self.tokens
+        return self.bounds.max_tokens - self.tokens
 
     def _admit(self, waiter: Waiter) -> None:
         tenant = waiter.tenant
@@ -129,7 +129,7 @@ class WaitingRoom:
             w
             for queue in self._queues.values()
             for _, _, _, w in queue
-            if not w.gone and (w.deadline <= now or now - w.arrived >= self._bounds.timeout_s)
+            if not w.gone and (w.deadline <= now or now - w.arrived >= self.bounds.timeout_s)
         ]
         for waiter in over:
             self.leave(waiter)

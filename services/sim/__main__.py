@@ -25,12 +25,15 @@ from common.sim.world import Network
 from common.types import Slo
 from services.sim import page, report
 from services.sim.fleet_file import read_fleet
+from services.sim.regions import RegionsStudy, compare
+from services.sim.regions import render as render_regions
 from services.sim.scaling import ScalingStudy, run_scaling
 from services.sim.scaling import render as render_scaling
 from services.sim.scaling import write_json as write_scaling
 from services.sim.study import Case, Result, Study, at_rate, read_windows, run_study
 
 _GENERATED = 5_000  # requests where no trace is given and no limit either
+REGIONS_LOAD = 0.75  # of all capacity; each region's own goes from half of that to more than it has
 _FILE_WIDTH = 150  # characters of a line where the report goes to a file or a pipe
 _DEFAULT = "predicted_completion,predicted_completion+slo,weighted_least_connections,least_connections,round_robin"
 
@@ -89,6 +92,10 @@ def sim(
     cold_start: Annotated[
         float, typer.Option(min=0.5, help="With --scale: from asking for a server to its serving (s).")
     ] = (20.0),
+    regions: Annotated[
+        bool, typer.Option("--regions", help="Compare ways to choose among three regions instead, each row one.")
+    ] = False,
+    outage: Annotated[bool, typer.Option("--outage", help="With --regions: one is lost for the middle third.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default one a core.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write one line a run here.")] = None,
@@ -118,6 +125,10 @@ def sim(
         base = _baseline(baseline, study.cases)
         if load is not None and rate is not None:
             raise ValueError("give --load or --rate")
+        if regions:
+            parts = _traffic(trace, windows, start, limit, copies, spread, max_input, max_output)
+            _regions(RegionsStudy(load=load if load is not None else REGIONS_LOAD, outage=outage), seeds, parts)
+            return
         if scale:
             parts = _traffic(trace, 1, start, limit, copies, spread, max_input, max_output)
             _scale(
@@ -146,13 +157,18 @@ def sim(
     except (ValueError, OSError, CheckFailed) as error:
         typer.echo(f"headwater sim: {error}", err=True)
         raise typer.Exit(1) from None
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, _FILE_WIDTH)
+    console = _console()
     console.print(report.render(results, base, study.slo))
     _note_late(study, results, console)
     simulated = sum(run.measures.requests for run in results) / (1.0 - warm_up)
     console.print(f"{simulated:,.0f} requests simulated in {took_s:.1f} s, {60.0 * simulated / took_s:,.0f} a minute")
+
+
+def _console() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _FILE_WIDTH)
+    return console
 
 
 def _scale(
@@ -162,7 +178,18 @@ def _scale(
     found = run_scaling(scaling, rows)
     if json_file:
         write_scaling(json_file, found, settings)
-    Console().print(render_scaling(found))
+    _console().print(render_scaling(found))
+
+
+def _regions(study: RegionsStudy, seeds: int, parts: Sequence[Sequence[TraceRow]]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _FILE_WIDTH)
+    for seed in range(seeds):
+        for rows in parts:
+            with _bar() as on_done:
+                found = compare(replace(study, seed=seed), rows, on_done)
+            console.print(render_regions(found))
 
 
 def _note_late(study: Study, results: Sequence[Result], console: Console) -> None:

@@ -3,12 +3,15 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
+from common import clock
 from common.balancing import Balancing
 from common.exchange import Exchange
 from common.policy.candidate import Limits
+from common.policy.quarantine import Quarantine
 from common.policy.stages import predicted_completion
 from common.store.memory import MemoryAffinityStore
 from common.types import Endpoint, InferenceRequest, Pick, Pool
+from tests.servers import eventually
 
 NODE = ("eu", "c1")
 REQUEST = InferenceRequest("0" * 32, "m", stream=True, input_tokens=100, output_tokens=50.0)
@@ -26,7 +29,7 @@ async def test_two_balancers_see_what_the_other_has_under_way_and_forget_it_when
     for made, others in ((one, "other"), (other, "one")):
         made.balancers[NODE].replicas([others], 0.0)
     tasks = [
-        asyncio.create_task(Exchange(store, NODE, made, lambda name=name: frozenset({name})).run())
+        asyncio.create_task(Exchange(store, NODE, made, Quarantine(0.0), lambda name=name: frozenset({name})).run())
         for made, name in ((one, "other"), (other, "one"))
     ]
     picks = [one.balancers[NODE].pick(REQUEST, 0.0, Random(2), ("b",)) for _ in range(5)]
@@ -43,7 +46,26 @@ async def test_two_balancers_see_what_the_other_has_under_way_and_forget_it_when
 
 async def test_alone_nothing_is_told() -> None:
     store = MemoryAffinityStore()
-    task = asyncio.create_task(Exchange(store, NODE, balancing("one"), frozenset).run())
+    task = asyncio.create_task(Exchange(store, NODE, balancing("one"), Quarantine(60.0), frozenset).run())
     await asyncio.sleep(0.15)
     assert not store._shared
     task.cancel()
+
+
+async def test_a_prompt_that_took_servers_down_behind_one_balancer_is_refused_by_the_other() -> None:
+    store = MemoryAffinityStore()
+    one, other = Quarantine(60.0), Quarantine(60.0)
+    tasks = [
+        asyncio.create_task(Exchange(store, NODE, balancing(name), mine, lambda o=others: frozenset({o})).run())
+        for name, others, mine in (("one", "other", one), ("other", "one", other))
+    ]
+    one.struck(7, clock.now(), certain=True)
+    other.struck(7, clock.now(), certain=True)  # the second of the two, wherever
+    one.struck(8, clock.now(), certain=True)
+    await eventually(lambda: one.refused_for_s(7, clock.now()) and other.refused_for_s(7, clock.now()), 10.0)
+    assert not other.refused_for_s(8, clock.now())
+    one.answered(7, clock.now())
+    one.answered(8, clock.now())
+    await eventually(lambda: not one.refused_for_s(7, clock.now()) and not other.refused_for_s(7, clock.now()), 10.0)
+    for task in tasks:
+        task.cancel()

@@ -99,3 +99,19 @@ async def test_a_deadline_ends_the_wait() -> None:
     queue, places = queue_of(Bounds()), Places()
     with pytest.raises(DeadlineExceeded):
         await wait(queue, replace(REQUEST, deadline_s=0.1), places.attempt("x"), FULL)
+
+
+async def test_other_bounds_hold_for_who_comes_and_other_times_for_all() -> None:
+    queue, places = queue_of(Bounds(max_requests=2)), Places()
+    waiting = [asyncio.create_task(wait(queue, REQUEST, places.attempt(str(n)), FULL)) for n in range(2)]
+    await asyncio.sleep(0)
+    queue.reconfigure(Bounds(max_requests=1))
+    with pytest.raises(Saturated):
+        await wait(queue, REQUEST, places.attempt("late"), FULL)
+    assert not any(task.done() for task in waiting)
+    queue.reconfigure(Bounds(max_requests=0))
+    assert not queue.takes(FULL)
+    queue.reconfigure(Bounds(timeout_s=0.01))
+    for task in waiting:
+        with pytest.raises(Saturated):
+            await task

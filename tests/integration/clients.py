@@ -14,7 +14,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 WAIT_S = 20.0  # for bytes that must come, on a busy machine
-_SAMPLE = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
+_SAMPLE = re.compile(r"([\w:]+)(?:\{(.*)\})? (\S+)")
 
 
 def chat(model: str = "llama-8b", *, text: str = "Hello.", **fields: Any) -> bytes:
@@ -87,7 +87,7 @@ class Raw:
     def rst(self) -> None:
         """Close with a reset."""
         sock = self._writer.get_extra_info("socket")
-        with suppress(OSError, ValueError):  # the second when it is closed already
+        with suppress(OSError, ValueError, AttributeError):  # it is closed already, or there is none any more
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._writer.transport.abort()
 

@@ -166,6 +166,42 @@ async def test_settings_of_requests_change_with_sighup_and_addresses_do_not(worl
     assert await refused()
 
 
+async def test_names_needs_and_the_waiting_room_change_together_or_not_at_all(world: World) -> None:
+    async def status(model: str) -> int:
+        return (await ask(world.up.url, PATH, chat(model, max_tokens=2))).status
+
+    async def becomes(model: str, wanted: int) -> None:
+        async def is_so() -> bool:
+            return await status(model) == wanted
+
+        await eventually(is_so, APPLIED_S)
+
+    assert await status("chat") == 404
+    alias = {"models": {"aliases": {"chat": MODEL}}}
+    unmet = {"placement": {"rules": [{"models": [MODEL], "min_memory_gb": 5000}]}}
+    world.rename(world.text("one", "two", **alias))
+    await becomes("chat", 200)
+    world.rename(world.text("one", "two", **alias, placement={"rules": [{"exclusive": True}]}))
+    await world.becomes(valid=False)
+    assert await status("chat") == 200
+    world.rename(world.text("one", "two", **unmet))
+    await becomes("chat", 404)
+    assert await status(MODEL) == 503
+    world.rename(world.text("one", "two", upstream={"max_in_flight": 1}, queue={"max_requests": 0}))
+    await becomes(MODEL, 200)
+    for engine in world.engines.values():
+        engine.choose = lambda seen: Script.whole(delay_s=1.0)
+    statuses = {r.status for r in await asyncio.gather(*(ask(world.up.url, PATH, chat(MODEL)) for _ in range(6)))}
+    assert statuses == {200, 429}
+    world.rename(world.text("one", "two", upstream={"max_in_flight": 1}, queue={"max_requests": 9}))
+
+    async def all_wait() -> bool:
+        asked = (ask(world.up.url, PATH, chat(MODEL)) for _ in range(4))
+        return {r.status for r in await asyncio.gather(*asked)} == {200}
+
+    await eventually(all_wait, APPLIED_S)
+
+
 async def test_how_much_is_logged_changes_by_hand_and_by_file(world: World) -> None:
     url = f"{world.up.admin_url}/admin/v1/log-level"
 

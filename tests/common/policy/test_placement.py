@@ -382,3 +382,15 @@ def test_the_first_filter_still_goes_by_the_model() -> None:
     assert policy.filters[0](ask(), everyone, 0.0) == serves_model(ask(), everyone, 0.0) == everyone
     assert policy.filters[0](ask(model="x"), everyone, 0.0) == []
     assert "placement_s" not in picked(balancer).terms
+
+
+def test_other_rules_hold_from_the_next_choice_on() -> None:
+    policy = policy_named("round_robin")
+    balancer = balancer_of(instance("a", gpu="h100"), instance("b", gpu="l4"), policy=placed(policy, Needs([])))
+    for needs, allowed in (
+        (Needs([rule(gpus={"l4"})]), {"b"}),
+        (Needs([rule(gpus={"h100"})]), {"a"}),
+        (Needs([]), {"a", "b"}),
+    ):
+        balancer.reconfigure(placed(policy, needs), balancer.limits)
+        assert {picked(balancer, ask(), rng=Random(n)).endpoint.id for n in range(8)} == allowed

@@ -6,7 +6,7 @@ from math import inf
 from random import Random
 
 from common.policy.balancer import Balancer
-from common.policy.quarantine import REMEMBERED, SUSPECTED_S, Quarantine
+from common.policy.quarantine import REMEMBERED, SUSPECTED_S, TOLD, Quarantine, Strike
 from common.types import Outcome, Pick
 from tests.common.policy.build import ask, balancer_of, instance, picked
 
@@ -86,3 +86,22 @@ def test_a_death_says_nothing_of_sizes_that_were_answered_before() -> None:
     assert balancer.candidates["a"].safe_tokens(3.0) == inf
     balancer.ran_out("a", ask(input_tokens=80_000), 3.0, certain=False)
     assert balancer.candidates["a"].safe_tokens(3.0) < inf
+
+
+def test_strikes_of_other_balancers_count_until_their_time_is_over_or_an_answer_comes() -> None:
+    quarantine = Quarantine(60.0)
+    quarantine.struck(7, 100.0, certain=True)
+    quarantine.hear("other", [Strike(7, 1, 10.0), Strike(8, 2, 5.0)], 105.0)
+    assert quarantine.refused_for_s(7, 110.0) == 50.0
+    assert quarantine.refused_for_s(8, 110.0) == 50.0
+    assert quarantine.tell(110.0) == [Strike(7, 1, 10.0)]  # its own alone: nothing goes round
+    quarantine.answered(8, 111.0)
+    assert quarantine.refused_for_s(8, 112.0) == 0.0
+    quarantine.forget(112.0, set())  # the other one is gone: what it told counts on
+    assert quarantine.refused_for_s(7, 112.0) == 48.0
+    quarantine.hear("other", [], 113.0)
+    assert quarantine.refused_for_s(7, 113.0) == 0.0
+    quarantine.hear("other", [Strike(n, 2, 0.0) for n in range(10 * TOLD)], 113.0)
+    assert not quarantine.refused_for_s(TOLD + 1, 113.0)
+    quarantine.forget(113.0 + SUSPECTED_S, set())
+    assert not quarantine.refused_for_s(1, 113.0 + SUSPECTED_S)

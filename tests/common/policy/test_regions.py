@@ -162,6 +162,23 @@ def test_an_idle_region_may_have_everything_a_half_full_one_its_share() -> None:
     assert shares(3.0)["us"] <= 0.66 * 400 + 20  # 1.3 times one half, and what came before a share said anything
 
 
+@pytest.mark.parametrize("left", [(), ("other",)], ids=["takes nothing", "has the model no more"])
+def test_a_region_that_takes_nothing_has_no_share_that_others_are_kept_below(left: tuple[str, ...]) -> None:
+    """What it cannot use would be nobody's, and requests refused though two regions serve."""
+    balancer = world("ap", "eu", "us", near="us", share_cap=1.3)
+    came: Counter[str] = Counter()
+    for n in range(400):
+        now = n * 0.005
+        for id_ in ("ap", "eu"):
+            balancer.report(LoadReport(id_, servers=(busy(3.0, models=frozenset({"m"})),)), now)
+        balancer.report(LoadReport("us", servers=tuple(idle(models=frozenset({model})) for model in left)), now)
+        pick = picked(balancer, ask(model="m", input_tokens=50, output_tokens=1.0), now, Random(n))
+        done(balancer, pick, now)
+        came[pick.endpoint.id] += 1
+    assert set(came) == {"ap", "eu"}
+    assert max(came.values()) <= 0.66 * 400 + 20
+
+
 def test_what_cannot_be_done_by_its_deadline_is_refused_at_once() -> None:
     balancer = world("eu", "us", near="us")
     assert choice(balancer, output_tokens=100.0, deadline_s=30.0) == "us"  # 1 s of decoding at 10 ms a token

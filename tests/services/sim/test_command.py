@@ -57,6 +57,15 @@ def test_a_fault_after_the_last_request_is_noted(tmp_path: Path) -> None:
     assert "before die@90" in output
 
 
+def test_ways_to_choose_a_region_are_compared_while_one_is_lost(tmp_path: Path) -> None:
+    code, output = run("--trace", trace_in(tmp_path), "--regions", "--outage", "--load", 0.5)
+    assert code == 0, output
+    for name in ("nearest", "cheapest", "round robin", "weighted by capacity", "latency feedback", "predicted"):
+        assert name in output
+    assert "cost-aware saves" in output
+    assert "goodput after" in output
+
+
 def test_without_a_trace_traffic_is_generated() -> None:
     code, output = run("--limit", 60, "--fleet", "ha8", "--policy", "least_work_left")
     assert code == 0, output
