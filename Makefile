@@ -101,7 +101,7 @@ audit:  # known vulnerabilities of the same; needs the advisories of pypi.org, a
 
 proto: $(STAMP)
 	cd common/proto && ../../$(BIN)/python -m grpc_tools.protoc -I../.. --python_out=../.. --pyi_out=../.. --grpc_python_out=../.. ../../common/proto/load.proto
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. services/instance_lb/picker/proto/*.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. services/instance_lb/picker/proto/*.proto common/scaling/proto/*.proto
 
 docs: $(STAMP)
 	$(BIN)/python -m services.cli.reference > docs/configuration.md

@@ -45,6 +45,10 @@ class Queue:
             and (shed.retry_after_s or 0.0) <= self.bounds.timeout_s
         )
 
+    def waiting(self, model: str) -> int:
+        """Requests for a model that wait here. O(all that wait)."""
+        return sum(waiter.model == model for waiter in self._waiting)
+
     async def route(self, request: InferenceRequest, attempt: Attempt, shed: Shed, since: float) -> Route:
         """Wait until `attempt` gives a route; `since` is when the request first came to wait (monotonic seconds).
 

@@ -159,6 +159,7 @@ class Serving:
         self.shadows = shadows or Shadows({}, 0, 0)
         self._deaths: dict[Path, float] = {}  # when a server was last seen to die
         self.on_versioned: Callable[[RequestRecord], None] = lambda record: None  # a request of a split ended
+        self.on_arrival: Callable[[InferenceRequest], None] = lambda request: None  # one was understood
         self._local = local
         self._gate = gate
         self._attempts = attempts
@@ -207,6 +208,7 @@ class Serving:
         admission: Admission | None = None
         try:
             told, admission = await self.intake.read(exchange, matched, record)
+            self.on_arrival(told.request)
             self.telemetry.began(record)
             self._refuse_quarantined(told.request)
             if self.shadows.rules and not record.from_peer:

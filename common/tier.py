@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import structlog
 import uvicorn
+from fastapi import APIRouter
 
 from common import apis, backing, clock, logs, tokenizer
 from common.admin import admin_app
@@ -146,6 +147,7 @@ class TierProcess:
         self._told = asyncio.Event()  # set whenever membership speaks
         self._tasks: list[asyncio.Task[None]] = []
         self.beside: list[Beside] = []
+        self.routers: list[APIRouter] = []  # of the admin API, besides those that every tier has
         self._round_trips: dict[str, list[float]] = {}
         self._peer_urls: dict[str, str] = {}  # of all balancers that membership knows, by id
 
@@ -177,9 +179,9 @@ class TierProcess:
         self.rollouts = Rollouts(
             store, config.etcd.prefix, self.id, self._versions, self.balancing.has_version, self._knows_balancer
         )
-        self._affinity_store = backing.affinity_store(config.redis, config.affinity.max_sessions)
+        self.affinity_store = backing.affinity_store(config.redis, config.affinity.max_sessions)
         self._make_telemetry()
-        self._tenants = await tenants_of(config, store, lambda: len(self._replicas()) + 1)
+        self._tenants = await tenants_of(config, store, lambda: len(self.replicas()) + 1)
         self._make_serving()
         tls = Tls(config.tls.cert_file, config.tls.key_file, config.tls.ca_file) if config.tls.cert_file else None
         self.quotes = Quotes(
@@ -235,7 +237,7 @@ class TierProcess:
 
     def _make_serving(self) -> None:
         config = self.config
-        affinity = Affinity(self._affinity_store, config.affinity)
+        affinity = Affinity(self.affinity_store, config.affinity)
         local: AsgiApp = local_app(self.balancing, lambda: not self.draining, self._versions.aliases)
 
         async def answer_locally(exchange: Exchange, added: Headers, tenant: Tenant | None) -> None:
@@ -286,28 +288,30 @@ class TierProcess:
         config = self.config
         host, port = _split(config.listen)
         report_port = await self.reports.start(config.reports.listen)
-        self._spawn(backing.warm(self._affinity_store), "affinity")
-        self._spawn(self.membership.run(), "membership")
-        self._spawn(self._keys.follow(self.signer), "route keys")
-        self._spawn(self._certificates.watch(), "certificates")
-        self._spawn(self.quotes.run(), "quotes")
+        self.spawn(backing.warm(self.affinity_store), "affinity")
+        self.spawn(self.membership.run(), "membership")
+        self.spawn(self._keys.follow(self.signer), "route keys")
+        self.spawn(self._certificates.watch(), "certificates")
+        self.spawn(self.quotes.run(), "quotes")
         if config.etcd.urls:
-            self._spawn(Lookout(self.membership, lambda: self._certificates.instances).run(), "lookout")
+            self.spawn(Lookout(self.membership, lambda: self._certificates.instances).run(), "lookout")
         exchange = ReplicaExchange(
-            self._affinity_store, self.node, self.balancing, self.serving.quarantine, self._replicas
+            self.affinity_store, self.node, self.balancing, self.serving.quarantine, self.replicas
         )
-        self._spawn(exchange.run(), "exchange between replicas")
-        self._spawn(self._measure_round_trips(), "round trips")
+        self.spawn(exchange.run(), "exchange between replicas")
+        self.spawn(self._measure_round_trips(), "round trips")
         if self._tenants is not None:
-            self._spawn(self._tenants.run(), "tenants")
+            self.spawn(self._tenants.run(), "tenants")
             await self._tenants.gate.until(lambda directory: True, backing.STORE_START_S)
         if self._stream is not None:
-            self._spawn(self._stream.log.run(), "decision records")
-        self._spawn(self._watchdog.run(), "watchdog")
+            self.spawn(self._stream.log.run(), "decision records")
+        self.spawn(self._watchdog.run(), "watchdog")
         self.serving.on_versioned = self.rollouts.saw
-        self._spawn(self.rollouts.follow(), "rollouts")
-        self._spawn(self.rollouts.run(), "rollouts move")
+        self.spawn(self.rollouts.follow(), "rollouts")
+        self.spawn(self.rollouts.run(), "rollouts move")
         # The first request must not meet a process that has not heard yet what there is.
+        if not await self.membership.until_heard(backing.FIRST_WORD_S):
+            log.warning("membership_not_heard", meanwhile="serving nobody yet")
         await self.until(bool, backing.STORE_START_S)
         if prepare is not None:
             await prepare()
@@ -323,9 +327,15 @@ class TierProcess:
             self.id,
             self._own_url,
             f"{_bracketed(advertised if report_host in ('0.0.0.0', '::') else report_host)}:{report_port}",
-            f"http://{advertised if _split(config.admin)[0] in ('0.0.0.0', '::') else '127.0.0.1'}:{self.admin_port}",
+            self._admin_url(advertised),
         )
         await self.membership.register_balancer(self.node, peer)
+
+    def _admin_url(self, advertised: str) -> str:
+        """Where others find the admin listener."""
+        host, _ = _split(self.config.admin)
+        scheme = "https" if self.config.tls.admin else "http"
+        return f"{scheme}://{_bracketed(advertised if host in ('0.0.0.0', '::') else host)}:{self.admin_port}"
 
     def _default_id(self) -> str:
         where = "-".join(self.node) or "global"
@@ -387,13 +397,13 @@ class TierProcess:
 
     async def _start_admin(self) -> None:
         host, port = _split(self.config.admin)
-        app = admin_app(self.id, self.node, self.balancing, self.telemetry, lambda: not self.draining, self._admin_urls)
+        peers = Peers(self._admin_urls, self._certificates.peers if self.config.tls.cert_file else None)
+        app = admin_app(self.id, self.node, self.balancing, self.telemetry, lambda: not self.draining, peers)
         if self._tenants is not None:
             app.include_router(self._tenants.router)
         app.include_router(log_router())
-        peers = Peers(self._admin_urls)
         app.include_router(policy_router(self.id, lambda: self._policy_now, self._change_policy, peers))
-        app.include_router(drain_router(self.membership, self.balancing, self._admin_urls))
+        app.include_router(drain_router(self.membership, self.balancing, peers))
         if self._source is not None:
             reloader = Reloader(
                 self.config,
@@ -404,8 +414,9 @@ class TierProcess:
                 registry=self.telemetry.registry,
             )
             app.include_router(config_router(reloader))
-            self._spawn(reloader.run(), "configuration")
-        app.include_router(rollout_router(self.rollouts))
+            self.spawn(reloader.run(), "configuration")
+        for router in (rollout_router(self.rollouts), *self.routers):
+            app.include_router(router)
         try:
             socket = create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)
         except OSError as error:
@@ -423,10 +434,13 @@ class TierProcess:
         settings = uvicorn.Config(
             guard, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=int(ADMIN_STOP_S)
         )
+        settings.load()
+        settings.ssl = self._certificates.admin  # ours, which takes up renewed files
         self._admin = _AdminServer(settings)
-        self._spawn(self._admin.serve([socket]), "admin")
+        self.spawn(self._admin.serve([socket]), "admin")
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+    def spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        """Have something run until this process ends; its failure ends the process."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         task.add_done_callback(_crash_loudly)
         self._tasks.append(task)
@@ -445,7 +459,7 @@ class TierProcess:
         self.pools = pools
         self._told.set()
         self.balancing.update(pools)
-        self.balancing.replicas(self.node, self._replicas())
+        self.balancing.replicas(self.node, self.replicas())
         self.quotes.update(pools)
         self.telemetry.keep_only(frozenset(pools))
         self.serving.queue.wake()
@@ -456,7 +470,7 @@ class TierProcess:
         for id_ in before.keys() - self._peer_urls.keys():
             self._hung.doubt(before[id_])
 
-    def _replicas(self) -> frozenset[str]:
+    def replicas(self) -> frozenset[str]:
         """The other live balancers of our own node."""
         return frozenset(p.id for p in self.membership.balancers(self.node) if p.id != self.id)
 
@@ -579,7 +593,7 @@ class TierProcess:
             await self._tenants.close()
         if self._stream is not None:
             await self._stream.log.close()
-        await self._affinity_store.close()
+        await self.affinity_store.close()
         if self._store is not None:
             await self._store.close()
         self.telemetry.close()

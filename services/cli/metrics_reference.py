@@ -10,6 +10,7 @@ from common.balancing import Balancing
 from common.policy.candidate import Limits
 from common.policy.stages import policy_named
 from common.pool_metrics import PoolMetrics
+from common.scaling.shown import ScalingMetrics
 from common.telemetry import Telemetry
 
 HEAD = """# Metrics
@@ -26,6 +27,7 @@ def page() -> str:
     telemetry = Telemetry(recent=0, known_model=lambda model: True, access_log=False)
     balancing = Balancing("", lambda path: True, lambda path: policy_named("round_robin"), Limits(), Random(0))
     telemetry.registry.register(PoolMetrics(balancing, {}))
+    telemetry.registry.register(ScalingMetrics(None))
     families = sorted(telemetry.registry.collect(), key=lambda f: (not f.name.startswith("headwater"), f.name))
     rows = ["| metric | kind | labels | meaning |", "|---|---|---|---|", *map(_row, families)]
     return "\n".join([HEAD, *rows]) + "\n"

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from common.config import PlacementRule, Price, TierConfig
+from common.scaling.config import Scaling
 from services.agent.config import AgentConfig
 from services.instance_lb.config import InstanceConfig
 from services.up.config import UpConfig
@@ -26,7 +27,7 @@ def page() -> str:
     """The whole page, Markdown."""
     region = (("region", InstanceConfig.model_fields["region"]), ("cluster", InstanceConfig.model_fields["cluster"]))
     picker = type(InstanceConfig.model_fields["picker"].default)
-    up_only = [(n, f) for n, f in UpConfig.model_fields.items() if n not in TierConfig.model_fields]
+    up_only = [(n, f) for n, f in UpConfig.model_fields.items() if n not in {*TierConfig.model_fields, "scaling"}]
     parts = [
         HEAD,
         "## Every tier (`headwater global`, `region`, `instance`, `up`)\n",
@@ -39,6 +40,8 @@ def page() -> str:
         _table("", region),
         f"### `picker`: {_about(picker)}\n",
         *_tables(picker, "picker."),
+        f"## `scaling`: {_about(Scaling)}\n\nOf `headwater instance` and `up`.\n",
+        *_tables(Scaling, "scaling."),
         "## `headwater up`\n\nAll of the above, and:\n",
         _table("", up_only),
         "## `headwater agent`\n",

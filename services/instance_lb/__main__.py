@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.reload import Source
+from common.scaling.start import start_scaling
 from common.tier import TierProcess
 from common.types import Path
 from services.instance_lb.config import InstanceConfig
@@ -12,7 +13,11 @@ from services.instance_lb.picker import PickerServer
 async def run(config: InstanceConfig, source: Source[InstanceConfig] | None = None) -> None:
     """Serve until told to stop, following the configuration's source. Raises ConfigError when it cannot start."""
     tier = TierProcess(config, config.node, source=source)
-    await tier.start()
+
+    async def prepare() -> None:
+        await start_scaling(tier, config.scaling, config.node)
+
+    await tier.start(prepare)
     if config.picker.listen is not None:
         await start_picker(tier, config, config.picker.listen)
     await tier.run()

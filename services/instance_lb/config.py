@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from common.config import Name, TierConfig
+from common.scaling.config import Scaling
 from common.types import Path
 from services.instance_lb.picker.config import Picker
 
@@ -15,6 +16,7 @@ class InstanceConfig(TierConfig):
     cluster: Name
     """The cluster it balances."""
     picker: Picker = Picker()
+    scaling: Scaling = Scaling()
 
     @property
     def node(self) -> Path:

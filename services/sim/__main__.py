@@ -157,13 +157,18 @@ def sim(
     except (ValueError, OSError, CheckFailed) as error:
         typer.echo(f"headwater sim: {error}", err=True)
         raise typer.Exit(1) from None
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, _FILE_WIDTH)
+    console = _console()
     console.print(report.render(results, base, study.slo))
     _note_late(study, results, console)
     simulated = sum(run.measures.requests for run in results) / (1.0 - warm_up)
     console.print(f"{simulated:,.0f} requests simulated in {took_s:.1f} s, {60.0 * simulated / took_s:,.0f} a minute")
+
+
+def _console() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _FILE_WIDTH)
+    return console
 
 
 def _scale(
@@ -173,7 +178,7 @@ def _scale(
     found = run_scaling(scaling, rows)
     if json_file:
         write_scaling(json_file, found, settings)
-    Console().print(render_scaling(found))
+    _console().print(render_scaling(found))
 
 
 def _regions(study: RegionsStudy, seeds: int, parts: Sequence[Sequence[TraceRow]]) -> None:

@@ -15,6 +15,8 @@ import structlog
 from common import clock
 from common.errors import ConfigError
 from common.reload import Source
+from common.scaling.config import ScaledGroup
+from common.scaling.start import start_scaling
 from common.store.memory import MemoryMembershipStore
 from common.tier import TierProcess
 from common.types import Endpoint, LoadReport, Path, Pool
@@ -25,6 +27,7 @@ from services.agent.gpu import GpuSampler
 from services.agent.host import HostSampler
 from services.agent.monitor import InstanceMonitor
 from services.up.config import UpConfig
+from services.up.processes import ProcessGroup
 
 log = structlog.get_logger()
 
@@ -35,15 +38,27 @@ FIRST_LOOK_S = 1.0  # for each server to say what it is; later is fine too, nons
 async def run(config: UpConfig, source: Source[UpConfig] | None = None) -> None:
     """Serve until told to stop, following the configuration's source. Raises ConfigError when it cannot start."""
     there = await _refuse_nonsense(config)
+    started: list[ProcessGroup] = []  # of servers that are started as they are needed
+
+    def watch(new: UpConfig | None = None) -> None:
+        nonlocal config
+        config = new or config
+        monitor.watch(config.by_id | {id_: i for group in started for id_, i in group.instances.items()})
+
     tier = TierProcess(
         config,
         (),
         serves=lambda path: True,
         store=MemoryMembershipStore(),
         source=source,
-        on_config=lambda new: monitor.watch(new.by_id),
+        on_config=watch,
         live=("instances",),
     )
+
+    def processes(model: str, name: str, group: ScaledGroup) -> ProcessGroup:
+        started.append(ProcessGroup(tier, CLUSTER, model, name, group, watch))
+        return started[-1]
+
     registering: set[asyncio.Task[None]] = set()
 
     def registered(work: asyncio.Task[None]) -> None:
@@ -76,8 +91,10 @@ async def run(config: UpConfig, source: Source[UpConfig] | None = None) -> None:
         def known(pools: Mapping[Path, Pool]) -> bool:
             return CLUSTER in pools and there <= {e.id for e in pools[CLUSTER].endpoints}
 
-        monitor.watch(config.by_id)
-        await tier.until(known, FIRST_LOOK_S)
+        watch()
+        if config.by_id:
+            await tier.until(known, FIRST_LOOK_S)
+        await start_scaling(tier, config.scaling, CLUSTER, processes)
 
     gpus.start()
     try:

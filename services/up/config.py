@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from common.config import TierConfig
+from common.scaling.config import Scaling
 from services.agent.config import InstanceConfig, default_id
 
 
@@ -19,14 +20,21 @@ class UpConfig(TierConfig):
     """A server is looked at this often."""
     scrape_timeout_s: Annotated[float, Field(ge=0.05, le=60.0)] = 2.0
     """It must answer a look within this."""
+    scaling: Scaling = Scaling()
 
     @model_validator(mode="after")
     def _instances(self) -> UpConfig:
-        if not self.instances:
+        if not self.instances and not self._starts_some:
             raise ValueError("no instances: give --instance URL, or `instances:` in the configuration")
+        if self.workers > 1 and self._starts_some:
+            raise ValueError("scaling: servers are started by one process, so workers must be 1")
         if len(self.by_id) < len(self.instances):
             raise ValueError("instances: two of them have the same id or URL")
         return self
+
+    @property
+    def _starts_some(self) -> bool:
+        return any(g.process.command for model in self.scaling.models.values() for g in model.groups.values())
 
     @property
     def by_id(self) -> dict[str, InstanceConfig]:

@@ -146,7 +146,7 @@ class DesiredReplicas:
         if excess / rules.drain_s > rate:
             reason = "backlog"
         rate += excess / rules.drain_s
-        idle = self._idle(seen, forecast_rate * lead_s, now)
+        idle = self._idle(self.forecast.peak(now, lead_s, deviations=0.0) * lead_s, now)
         if idle:
             rate, reason, panic = 0.0, "idle", False
         held_rate = self._held(rate, now, idle)
@@ -196,8 +196,10 @@ class DesiredReplicas:
         while came[0][0] <= now - self.rules.panic_window_s:
             came.popleft()
         under_way = sum(g.requests for g in seen.groups.values())
-        if seen.arrivals > 0.0 or seen.waiting > 0.0 or under_way > 1e-6 or self._busy_at is None:
+        if seen.arrivals > 0.0 or seen.waiting > 0.0 or under_way > 1e-6:
             self._busy_at = now
+        elif self._busy_at is None:  # what is there when this begins is there for something; what is not need not come
+            self._busy_at = now if any(g.serving or g.loading for g in seen.groups.values()) else -inf
         for name, starts in self._starts.items():
             group = seen.groups.get(name)
             if group is not None:
@@ -253,7 +255,7 @@ class DesiredReplicas:
                 excess += max(0.0, backlog - there.serving * normal) / each
         return max(0.0, excess + arrival_rate * lead_s - borne) if excess > 0.0 else 0.0
 
-    def _idle(self, seen: Seen, expected: float, now: float) -> bool:
+    def _idle(self, expected: float, now: float) -> bool:
         assert self._busy_at is not None
         return now - self._busy_at >= self.rules.idle_s and expected < IDLE_RATE
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from math import exp, floor, sqrt
-from typing import Any, Protocol
+from typing import Protocol
 
 LEVEL_GAIN = 0.35  # of the newest bucket: the level follows a step within some five buckets
 SLOPE_GAIN = 0.1
@@ -213,18 +213,22 @@ class Forecast:
 
     # -- what will come ----------------------------------------------------------------------------------------------
 
-    def peak(self, now: float, ahead_s: float) -> float:
-        """Largest upper forecast of any bucket from now until `ahead_s` from now, requests a second; 0 if unknown."""
+    def peak(self, now: float, ahead_s: float, deviations: float | None = None) -> float:
+        """Largest upper forecast of any bucket from now until `ahead_s` from now, requests a second; 0 if unknown.
+
+        `deviations`: above the mean; None: those it was made for.
+        """
+        deviations = self.deviations if deviations is None else deviations
         if self._last is None:
             return 0.0
         first = max(1, floor(now / self.bucket_s) - self._last)
         last = max(first, floor((now + ahead_s) / self.bucket_s) - self._last)
-        return max(self._upper(ahead) for ahead in range(first, last + 1))
+        return max(self._upper(ahead, deviations) for ahead in range(first, last + 1))
 
-    def _upper(self, ahead: int) -> float:
+    def _upper(self, ahead: int, deviations: float) -> float:
         """By the expert that has been closest; by the largest while a season is still new."""
         assert self._last is not None
-        said = [(e, rate) for e in self._experts if (rate := e.upper(self._last, ahead, self.deviations)) is not None]
+        said = [(e, rate) for e in self._experts if (rate := e.upper(self._last, ahead, deviations)) is not None]
         if not said:
             return 0.0
         if any(e.judged < self._needed(e) for e, _ in said):
@@ -234,23 +238,3 @@ class Forecast:
     def _needed(self, judged: _Judged) -> int:
         """Buckets after which an expert's losses are comparable: one season, or none for the trend."""
         return len(judged.expert.usual) if isinstance(judged.expert, _Season) else 0
-
-    # -- over restarts -----------------------------------------------------------------------------------------------
-
-    def dump(self) -> dict[str, Any]:
-        """What seasons have learned, as plain values; the trend is not worth keeping."""
-        return {"bucket_s": self.bucket_s, "seasons": [season.usual for season in self._seasons]}
-
-    def load(self, dumped: dict[str, Any]) -> None:
-        """Take up what `dump` gave. Raises ValueError where it is of other seasons, or no dump at all."""
-        try:
-            seasons = [[None if r is None else float(r) for r in season] for season in dumped["seasons"]]
-            same = dumped["bucket_s"] == self.bucket_s and [len(s) for s in seasons] == [
-                len(s.usual) for s in self._seasons
-            ]
-        except (KeyError, TypeError, ValueError):
-            raise ValueError("not what a forecast has written") from None
-        if not same or any(r is not None and not 0.0 <= r < 1e9 for s in seasons for r in s):
-            raise ValueError("of other seasons than those configured")
-        for season, usual in zip(self._seasons, seasons, strict=True):
-            season.usual = list(usual)

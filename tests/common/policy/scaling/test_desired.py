@@ -112,6 +112,12 @@ def test_without_demand_the_floor_is_left_and_one_request_is_enough_to_come_back
     assert Fleet([Group("l4", most=5)]).run(1, steady(0.0), waiting=1.0).replicas == 1
 
 
+def test_after_a_busy_time_none_is_left_within_minutes_of_silence() -> None:
+    fleet = Fleet([Group("l4", most=50, cold_start_s=60.0)], Rules(Slo(2.0, 0.1)), l4=1)
+    fleet.run(600, lambda now: 8.0 if now % 3 else 0.0)
+    assert fleet.run(330, steady(0.0)).replicas == 0
+
+
 def test_nothing_is_given_up_while_somebody_is_not_heard() -> None:
     fleet = Fleet([Group("l4", most=50)], l4=1)
     many = fleet.run(60, steady(5.0)).replicas
