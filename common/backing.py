@@ -27,6 +27,7 @@ from common.tenancy.usage import UsageLog
 log = structlog.get_logger()
 
 STORE_START_S = 5.0  # etcd must answer within this when a tier starts
+FIRST_WORD_S = 60.0  # … and then say what there is; it takes milliseconds, unless the machine has no time
 STORE_AGAIN_S = 0.2  # between two attempts within that
 LEAST_KEY_BYTES = 16
 DECISIONS_PENDING = 1000  # decision records of up to some 10 KB each, while Redis does not answer

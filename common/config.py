@@ -663,6 +663,8 @@ class TlsSection(Section):
     """Authority of instances' certificates; none: the system's."""
     instances_verify: bool = True
     """Whether instances' certificates are checked."""
+    admin: bool = False
+    """Whether the admin listener speaks TLS as well, with the same certificate."""
 
 
 class Network(Section):
@@ -873,7 +875,13 @@ def _is_text(model: type[BaseModel], path: tuple[str, ...]) -> bool:
 
 
 RESERVED_ENVIRONMENT = frozenset(  # read by the command line, not by a tier
-    {"HEADWATER_ADMIN_TOKEN", "HEADWATER_ADMIN_TOKEN_FILE", "HEADWATER_ADMIN_URL", "HEADWATER_WORKER"}
+    {
+        "HEADWATER_ADMIN_CA_FILE",
+        "HEADWATER_ADMIN_TOKEN",
+        "HEADWATER_ADMIN_TOKEN_FILE",
+        "HEADWATER_ADMIN_URL",
+        "HEADWATER_WORKER",
+    }
 )
 
 

@@ -6,24 +6,22 @@ path as in `eu/eu-a/i1`, or the name of whatever carries it, if there is only on
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Set
+from collections.abc import Set
 from datetime import UTC, datetime
 from typing import Annotated
 
-import httpx
 import msgspec
 from fastapi import APIRouter, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 
 from common import clock
+from common.admin.peers import Peers
 from common.balancing import Balancing
 from common.errors import StoreUnavailable
 from common.membership import Drain, Membership
 from common.membership.drains import BY_CHARS, REASON_CHARS
 from common.types import Path
 
-PEER_TIMEOUT_S = 2.0  # for another tier to say what it has under way
 NAMED = 5  # of the places that carry an ambiguous name
 
 
@@ -49,8 +47,8 @@ class DrainReply(BaseModel):
     in_flight: int
 
 
-def drain_router(membership: Membership, balancing: Balancing, admins: Callable[[], frozenset[str]]) -> APIRouter:
-    """The routes. `admins` gives the admin URLs of all other balancers."""
+def drain_router(membership: Membership, balancing: Balancing, peers: Peers) -> APIRouter:
+    """The routes. `peers` asks all other balancers."""
     router = APIRouter(prefix="/admin/v1/drains", tags=["drains"])
 
     def shown(drain: Drain, elsewhere: int = 0) -> DrainReply:
@@ -68,7 +66,7 @@ def drain_router(membership: Membership, balancing: Balancing, admins: Callable[
     @router.get("")
     async def drains(everywhere: bool = False) -> list[DrainReply]:
         """All marks; with `everywhere`, what is under way there as all tiers together see it."""
-        counts = await _elsewhere(admins()) if everywhere else {}
+        counts = await _elsewhere(peers) if everywhere else {}
         return [shown(drain, counts.get("/".join(drain.path), 0)) for drain in membership.drains]
 
     @router.post("", responses={404: {}, 409: {}, 503: {}})
@@ -122,20 +120,14 @@ def _named(membership: Membership, id_: str, marked: Set[Path]) -> Path:
     raise HTTPException(404, f"there is no region, cluster or instance {id_!r}")
 
 
-async def _elsewhere(urls: frozenset[str]) -> dict[str, int]:
+async def _elsewhere(peers: Peers) -> dict[str, int]:
     """What all other tiers have under way at what is drained, by path; one that does not answer counts as none."""
-    async with httpx.AsyncClient(timeout=PEER_TIMEOUT_S, trust_env=False) as client:
-
-        async def ask(url: str) -> list[DrainReply]:
-            try:
-                reply = await client.get(f"{url}/admin/v1/drains")
-                return [DrainReply.model_validate(one) for one in msgspec.json.decode(reply.content)]
-            except (httpx.HTTPError, msgspec.DecodeError, ValueError, TypeError):
-                return []
-
-        found = await asyncio.gather(*(ask(url) for url in sorted(urls)))
     counts: dict[str, int] = {}
-    for replies in found:
+    for content in await peers.get("/admin/v1/drains"):
+        try:
+            replies = [DrainReply.model_validate(one) for one in msgspec.json.decode(content)]
+        except (msgspec.DecodeError, ValueError, TypeError):
+            continue
         for one in replies:
             counts[one.path] = counts.get(one.path, 0) + one.in_flight
     return counts

@@ -17,7 +17,8 @@ class RecentRequests:
         self.bytes = 0
         self.added = 0  # ever; also the number of the latest record, the first being 1
         self._records: deque[tuple[RequestRecord, int]] = deque()  # oldest first, with the bytes it was counted for
-        self._by_trace: dict[str, deque[RequestRecord]] = {}
+        # Mostly one a trace, and a list of one costs more than it looks: what is kept is cold when it is let go.
+        self._by_trace: dict[str, RequestRecord | list[RequestRecord]] = {}
 
     def __len__(self) -> int:
         return len(self._records)
@@ -30,7 +31,11 @@ class RecentRequests:
         self.added += 1
         self.bytes += size
         self._records.append((record, size))
-        self._by_trace.setdefault(record.id, deque()).append(record)
+        same = self._by_trace.setdefault(record.id, record)
+        if isinstance(same, list):
+            same.append(record)
+        elif same is not record:
+            self._by_trace[record.id] = [same, record]
         while len(self._records) > self.max_count or (self.bytes > self.max_bytes and len(self._records) > 1):
             self._drop_oldest()
 
@@ -38,13 +43,15 @@ class RecentRequests:
         oldest, size = self._records.popleft()
         self.bytes -= size
         same = self._by_trace[oldest.id]
-        same.popleft()
-        if not same:
+        if isinstance(same, list):
+            same.pop(0)
+        if not isinstance(same, list) or not same:
             del self._by_trace[oldest.id]
 
     def find(self, trace_id: str) -> list[RequestRecord]:
         """Those of one trace, oldest first (a client may send several in one trace)."""
-        return list(self._by_trace.get(trace_id, ()))
+        found = self._by_trace.get(trace_id, [])
+        return found.copy() if isinstance(found, list) else [found]
 
     def latest(self, limit: int) -> list[RequestRecord]:
         """Newest first."""

@@ -310,6 +310,8 @@ class TierProcess:
         self.spawn(self.rollouts.follow(), "rollouts")
         self.spawn(self.rollouts.run(), "rollouts move")
         # The first request must not meet a process that has not heard yet what there is.
+        if not await self.membership.until_heard(backing.FIRST_WORD_S):
+            log.warning("membership_not_heard", meanwhile="serving nobody yet")
         await self.until(bool, backing.STORE_START_S)
         if prepare is not None:
             await prepare()
@@ -325,9 +327,15 @@ class TierProcess:
             self.id,
             self._own_url,
             f"{_bracketed(advertised if report_host in ('0.0.0.0', '::') else report_host)}:{report_port}",
-            f"http://{advertised if _split(config.admin)[0] in ('0.0.0.0', '::') else '127.0.0.1'}:{self.admin_port}",
+            self._admin_url(advertised),
         )
         await self.membership.register_balancer(self.node, peer)
+
+    def _admin_url(self, advertised: str) -> str:
+        """Where others find the admin listener."""
+        host, _ = _split(self.config.admin)
+        scheme = "https" if self.config.tls.admin else "http"
+        return f"{scheme}://{_bracketed(advertised if host in ('0.0.0.0', '::') else host)}:{self.admin_port}"
 
     def _default_id(self) -> str:
         where = "-".join(self.node) or "global"
@@ -389,13 +397,13 @@ class TierProcess:
 
     async def _start_admin(self) -> None:
         host, port = _split(self.config.admin)
-        app = admin_app(self.id, self.node, self.balancing, self.telemetry, lambda: not self.draining, self._admin_urls)
+        peers = Peers(self._admin_urls, self._certificates.peers if self.config.tls.cert_file else None)
+        app = admin_app(self.id, self.node, self.balancing, self.telemetry, lambda: not self.draining, peers)
         if self._tenants is not None:
             app.include_router(self._tenants.router)
         app.include_router(log_router())
-        peers = Peers(self._admin_urls)
         app.include_router(policy_router(self.id, lambda: self._policy_now, self._change_policy, peers))
-        app.include_router(drain_router(self.membership, self.balancing, self._admin_urls))
+        app.include_router(drain_router(self.membership, self.balancing, peers))
         if self._source is not None:
             reloader = Reloader(
                 self.config,
@@ -426,6 +434,8 @@ class TierProcess:
         settings = uvicorn.Config(
             guard, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=int(ADMIN_STOP_S)
         )
+        settings.load()
+        settings.ssl = self._certificates.admin  # ours, which takes up renewed files
         self._admin = _AdminServer(settings)
         self.spawn(self._admin.serve([socket]), "admin")
 

@@ -38,14 +38,13 @@ def admin_app(
     balancing: Balancing,
     telemetry: Telemetry,
     ready: Callable[[], bool],
-    admins: Callable[[], frozenset[str]],
+    peers: Peers,
 ) -> FastAPI:
-    """The application. `admins` gives the admin URLs of all other balancers that membership knows.
+    """The application. `peers` asks all other balancers that membership knows.
 
     All but /metrics are coroutines: FastAPI runs plain functions on a thread, where what they read changes under them.
     """
     app = FastAPI(title="Headwater admin", description=f"{Tier.of(node).value} tier, process {process_id}")
-    peers = Peers(admins)
     describe(app, (Span, Picture, Step, *KINDS))
 
     @app.get("/livez", tags=["health"], response_class=PlainTextResponse)

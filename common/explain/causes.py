@@ -17,6 +17,7 @@ from common.records import Ending, RequestRecord, StageRecord
 from common.types import InferenceRequest, Path, Speed
 
 WORTH_S, WORTH_SHARE = 0.05, 0.1  # what accounts for less than both is not worth a sentence
+LEAST_S = 0.01  # nor is less than this, however short the request was
 SLOWER = 1.4  # than its like: beyond what learned speeds of equal servers differ by
 LATER = 1.3  # than predicted
 BUSIER = 2.0  # first token against one of a server at rest
@@ -50,8 +51,8 @@ def findings_of(record: RequestRecord, balancers: Mapping[Path, Balancer]) -> li
         *_how_it_ended(record),
     ]
     total = max(record.total_s, 1e-9)
-    worth = [f for f in found if not f.seconds or f.seconds >= WORTH_S or f.seconds >= WORTH_SHARE * total]
-    return ordered(worth)
+    least = max(LEAST_S, min(WORTH_S, WORTH_SHARE * total))
+    return ordered(f for f in found if not f.seconds or f.seconds >= least)
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -71,6 +71,7 @@ class Membership:
         self._root = root.rstrip("/")
         sources = stores if isinstance(stores, Sequence) else [Source(stores, self._root + "/")]
         self._sources = [_Watched(source, OutageGuard(ttl_s)) for source in sources]
+        self._heard = asyncio.Event()
         self._orphans = Orphans() if adopts else None
         self._on_change = on_change
         self._ttl_s = ttl_s
@@ -219,6 +220,13 @@ class Membership:
                 task.cancel()
             await asyncio.gather(*watches, confirm, return_exceptions=True)
 
+    async def until_heard(self, timeout_s: float) -> bool:
+        """Wait until every store has said something, be it what a snapshot holds; whether it has within the time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._heard.wait()
+        return self._heard.is_set()
+
     async def _watch(self, source: _Watched) -> None:
         async with aclosing(source.store.watch(source.prefix)) as snapshots:
             async for snapshot in snapshots:
@@ -227,6 +235,8 @@ class Membership:
                 lost = self._drains_lost(source) if emptied else {}
                 began = self._now()
                 self._refresh()
+                if all(one.heard for one in self._sources):
+                    self._heard.set()
                 took_s = self._now() - began
                 await self._put_back(source, lost)
                 await asyncio.sleep(min(REST * took_s, MOST_REST_S))

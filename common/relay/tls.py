@@ -1,4 +1,4 @@
-"""TLS of the data path: of the listener, towards peers, towards instances; certificates are read anew when they change.
+"""TLS: of the listeners, towards peers, towards instances; certificates are read anew when they change.
 
 HTTP/1.1 is all that is offered (ALPN), so a client that would rather speak HTTP/2 falls back. A peer is known by a
 certificate of our own authority, in both directions; a client need not show one.
@@ -31,6 +31,7 @@ class TlsFiles(Protocol):
     instances_ca_file: str
     instances_verify: bool
     peers_required: bool
+    admin: bool
 
 
 def _problem(error: OSError) -> str:
@@ -49,24 +50,28 @@ class Certificates:
             raise ConfigError("tls: cert_file and key_file go together")
         if files.peers_required and not (files.ca_file and files.cert_file):
             raise ConfigError("tls.peers_required: needs ca_file, cert_file and key_file")
+        if files.admin and not files.cert_file:
+            raise ConfigError("tls.admin: needs cert_file and key_file")
         self._files = files
         self.listener: ssl.SSLContext | None = None
+        self.admin: ssl.SSLContext | None = None
         try:
             if files.cert_file:
-                self.listener = self._listener()
+                self.listener = self._listener(files.ca_file)
+                self.admin = self._listener("") if files.admin else None
             self.peers = self._client(files.ca_file, verify=True, own=True)
             self.instances = self._client(files.instances_ca_file, verify=files.instances_verify, own=False)
         except OSError as error:
             raise ConfigError(f"tls: {error.filename or 'the certificates'}: {_problem(error)}") from None
         self._seen = self._state()
 
-    def _listener(self) -> ssl.SSLContext:
+    def _listener(self, ca_file: str) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(self._files.cert_file, self._files.key_file)
         context.set_alpn_protocols(["http/1.1"])
-        if self._files.ca_file:
-            context.load_verify_locations(self._files.ca_file)
+        if ca_file:
+            context.load_verify_locations(ca_file)
             context.verify_mode = ssl.CERT_OPTIONAL
         return context
 
@@ -106,10 +111,10 @@ class Certificates:
         if files.cert_file:
             # Tried on a context of its own: a certificate whose key is still the old one must not be half loaded.
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(files.cert_file, files.key_file)
-        for context in (self.listener, self.peers):
+        for context in (self.listener, self.admin, self.peers):
             if context is not None and files.cert_file:
                 context.load_cert_chain(files.cert_file, files.key_file)
-            if context is not None and files.ca_file:
+            if context is not self.admin and context is not None and files.ca_file:
                 context.load_verify_locations(files.ca_file)
         if files.instances_ca_file:
             self.instances.load_verify_locations(files.instances_ca_file)

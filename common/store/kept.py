@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path as FilePath
 from typing import Annotated, Final
 
@@ -24,6 +24,8 @@ log = structlog.get_logger()
 
 SCHEMA: Final = 1
 EVERY_S: Final = 1.0  # it is written at most this often; some ms of a thread for 1,000 instances
+AGAIN_S: Final = 10.0  # what could not be written is tried again after this
+PATIENCE_S: Final = 2.0  # for the store's first word; normally it takes some milliseconds
 
 
 class _File(msgspec.Struct, kw_only=True):
@@ -59,14 +61,27 @@ class KeptMembershipStore:
 
     async def watch(self, prefix: str) -> AsyncGenerator[Snapshot, None]:
         """See MembershipStore. Before the store was ever heard, what it said in an earlier life, marked stale."""
-        async for snapshot in self._store.watch(prefix):
-            if snapshot.stale and prefix not in self._heard:
-                yield Snapshot(self._under(prefix), self._revision, stale=True)
-                continue
-            if not snapshot.stale:
-                self._heard.add(prefix)
-                self._keep(prefix, snapshot)
-            yield snapshot
+        async with aclosing(self._store.watch(prefix)) as snapshots:
+            first = asyncio.ensure_future(anext(snapshots))
+            try:
+                await asyncio.wait({first}, timeout=PATIENCE_S)
+                if not first.done() and self._under(prefix):
+                    log.warning("store_takes_long", prefix=prefix, meanwhile="what the snapshot says")
+                    yield Snapshot(self._under(prefix), self._revision, stale=True)
+                yield self._heard_of(prefix, await first)
+            finally:
+                first.cancel()
+                await asyncio.wait({first})
+            async for snapshot in snapshots:
+                yield self._heard_of(prefix, snapshot)
+
+    def _heard_of(self, prefix: str, snapshot: Snapshot) -> Snapshot:
+        if not snapshot.stale:
+            self._heard.add(prefix)
+            self._keep(prefix, snapshot)
+        elif prefix not in self._heard:
+            return Snapshot(self._under(prefix), self._revision, stale=True)
+        return snapshot
 
     async def get(self, key: str) -> bytes | None:
         """See MembershipStore."""
@@ -115,13 +130,16 @@ class KeptMembershipStore:
 
     async def _write_soon(self) -> None:
         await asyncio.sleep(EVERY_S)
-        await asyncio.to_thread(self._write, *self._words())
+        while True:
+            if await asyncio.to_thread(self._write, *self._words()):
+                return
+            await asyncio.sleep(AGAIN_S)
 
     def _words(self) -> tuple[dict[str, bytes], int]:
         return self._values, self._revision
 
-    def _write(self, values: dict[str, bytes], revision: int) -> None:
-        """Put another file in its place, whole or not at all."""
+    def _write(self, values: dict[str, bytes], revision: int) -> bool:
+        """Put another file in its place, whole or not at all; whether that went well."""
         texts = {key: value.decode(errors="replace") for key, value in values.items()}
         record = _File(schema=SCHEMA, saved_at_s=clock.wall_ns() / 1e9, revision=revision, values=texts)
         new = self._path.with_name(f"{self._path.name}.{os.getpid()}.new")
@@ -135,6 +153,8 @@ class KeptMembershipStore:
             log.warning("snapshot_not_written", file=str(self._path), reason=str(error))
             with suppress(OSError):
                 new.unlink()
+            return False
+        return True
 
     def _read(self) -> None:
         try:

@@ -66,6 +66,9 @@ class InstanceConfig(Section):
     """LoRA adapters that it is to have: names, and where the server finds them. The agent has missing ones loaded."""
     warm_up: bool = False
     """Whether it has to answer one token of a chat before it is presented as serving, after each start of its."""
+    probe_idle_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
+    """Seconds after which a server that says it has nothing to do is asked for one token, and again after as many;
+    while that fails it is presented as loading. 0: it is not asked."""
     loadable: Annotated[tuple[ModelName, ...], Field(max_length=1024)] = ()
     """LoRA adapters that the server loads by itself when a request names one (a resolver is configured there)."""
 

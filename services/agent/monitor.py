@@ -29,7 +29,7 @@ from services.agent.adapters import AdapterLoader
 from services.agent.boot import Boot
 from services.agent.config import InstanceConfig
 from services.agent.engines import Adapter, EngineState, Scraper, Unreachable, adapter_for, detect
-from services.agent.warming import Warmer
+from services.agent.warming import Prober, Warmer
 
 log = structlog.get_logger()
 
@@ -120,6 +120,7 @@ class InstanceMonitor:
             watch.task.cancel()
             watch.loader.close()
             watch.warmer.close()
+            watch.prober.close()
         await asyncio.gather(*(w.task for w in watches), return_exceptions=True)
         await self.scraper.close()
 
@@ -141,6 +142,7 @@ class _Watch:
         self._trouble: frozenset[str] = frozenset()
         self.loader = AdapterLoader(id_)
         self.warmer = Warmer(id_)
+        self.prober = Prober(id_)
         self.task = self._start()
 
     def _start(self) -> asyncio.Task[None]:
@@ -158,6 +160,7 @@ class _Watch:
         self.task.cancel()
         self.loader.close()
         self.warmer.close()
+        self.prober.close()
         self._gone("removed from the configuration")
 
     def report(self, now: float) -> LoadReport:
@@ -234,10 +237,9 @@ class _Watch:
         )
         self._tell_trouble(state.problems)
         phase = state.phase
-        if phase is Phase.SERVING and self.config.warm_up:
-            models = frozenset(self.config.models) or self._known.models or frozenset()
-            if not self.warmer.warm(self._boot.mark, self.config.url, models):
-                phase = Phase.LOADING
+        models = frozenset(self.config.models) or self._known.models or frozenset()
+        if phase is Phase.SERVING and not (self._warm(models) and self._well(state, models)):
+            phase = Phase.LOADING
         endpoint = self._described(phase)
         if endpoint != self.endpoint:
             if self.endpoint is None or self.endpoint.phase is not endpoint.phase:
@@ -246,6 +248,18 @@ class _Watch:
             self.monitor.on_endpoint(endpoint)
         if state.phase is Phase.SERVING:
             self.loader.wants(endpoint.engine, self.config.url, self.config.adapters, state.models)
+
+    def _warm(self, models: frozenset[str]) -> bool:
+        """Whether it has answered one token since it started, where that is asked of it."""
+        return not self.config.warm_up or self.warmer.warm(self._boot.mark, self.config.url, models)
+
+    def _well(self, state: EngineState, models: frozenset[str]) -> bool:
+        """Whether it has answered when it was idle; one that does not tell what it is doing is not asked."""
+        idle_s = self.config.probe_idle_s
+        if not idle_s:
+            return True
+        idle = state.running == 0 and not state.waiting
+        return self.prober.well(self.config.url, models, idle=idle, work=_progress(state), idle_s=idle_s)
 
     def _described(self, phase: Phase) -> Endpoint:
         config, known, boot = self.config, self._known, self._boot.mark

@@ -167,18 +167,20 @@ def agent(config: Config = None) -> None:
 @app.command()
 def trace(
     trace_id: Annotated[str, typer.Argument(metavar="ID", help="of a request: the x-headwater-decision header")],
-    admin: Annotated[str, typer.Option("--admin", metavar="URL", help="of any tier")] = ADMIN_URL,
+    admin: Annotated[
+        str, typer.Option("--admin", metavar="URL", envvar="HEADWATER_ADMIN_URL", help="of any tier")
+    ] = ADMIN_URL,
 ) -> None:
     """Print one request's way through all tiers as a tree, from the tiers' own recent spans."""
     import httpx  # noqa: PLC0415
     import msgspec  # noqa: PLC0415
 
     from common.spans import read_spans, render  # noqa: PLC0415
-    from services.cli.admin_api import token_headers  # noqa: PLC0415
+    from services.cli.admin_api import request  # noqa: PLC0415
 
     try:
         url, everywhere = f"{admin.rstrip('/')}/admin/v1/traces/{trace_id}", {"everywhere": True}
-        reply = httpx.get(url, params=everywhere, headers=token_headers(), timeout=10)
+        reply = request("GET", url, timeout_s=10.0, params=everywhere)
         reply.raise_for_status()
         spans = read_spans(reply.content)
     except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, OSError) as error:

@@ -16,21 +16,17 @@ from common.explain.decisions import Decision, StageView
 from common.explain.whatif import Counterfactual, DryRun, PolicyResult, together
 from common.explain.words import explain as in_words
 from common.explain.words import stage_lines
-from services.cli.admin_api import token_headers
+from services.cli.admin_api import ADMIN_URL, Admin, request
 
-ADMIN_URL = "http://127.0.0.1:9080"
 TIMEOUT_S = 30.0  # a replay under a dozen policies takes some seconds
 
-Admin = Annotated[str, typer.Option("--admin", metavar="URL", help="admin listener of any tier")]
 Json = Annotated[bool, typer.Option("--json", help="as the admin API gives it")]
 
 
 def asked(method: str, admin: str, path: str, kind: Any, **options: Any) -> tuple[Any, bytes]:
     """A tier's answer, decoded and as it came. Ends the command with one line when there is none."""
     try:
-        reply = httpx.request(
-            method, admin.rstrip("/") + path, headers=token_headers(), timeout=TIMEOUT_S, trust_env=False, **options
-        )
+        reply = request(method, admin.rstrip("/") + path, timeout_s=TIMEOUT_S, **options)
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         raise failed(f"no answer from {admin}: {error}") from None
     try:

@@ -10,13 +10,10 @@ import httpx
 import typer
 
 from common import clock
-from services.cli.admin_api import token_headers
+from services.cli.admin_api import ADMIN_URL, Admin, request
 
-ADMIN_URL = "http://127.0.0.1:9080"
 TIMEOUT_S = 10.0
 POLL_S = 0.5
-
-Admin = Annotated[str, typer.Option("--admin", metavar="URL", help="of any tier")]
 
 
 def drain(
@@ -51,7 +48,7 @@ def undrain(
 def _call(method: str, url: str, **options: Any) -> Any:
     """The reply's JSON. Ends the command with one line for what went wrong."""
     try:
-        reply = httpx.request(method, url, headers=token_headers(), timeout=TIMEOUT_S, trust_env=False, **options)
+        reply = request(method, url, timeout_s=TIMEOUT_S, **options)
         value = reply.json()
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         raise _fail(f"no answer from {url}: {error}") from None

@@ -7,14 +7,12 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from services.cli.admin_api import token_headers
+from services.cli.admin_api import ADMIN_URL, Admin, request
 
-ADMIN_URL = "http://127.0.0.1:9080"
 TIMEOUT_S = 10.0
 
 app = typer.Typer(no_args_is_help=True, help="Roll a new version of a model out, step by step.")
 
-Admin = Annotated[str, typer.Option("--admin", metavar="URL", help="of a tier that clients call")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="as requests name it")]
 
 
@@ -70,7 +68,7 @@ def abort(
 def _ask(method: str, admin: str, path: str, **options: Any) -> Any:
     url = f"{admin.rstrip('/')}/admin/v1/rollouts{path}"
     try:
-        reply = httpx.request(method, url, headers=token_headers(), timeout=TIMEOUT_S, **options)
+        reply = request(method, url, timeout_s=TIMEOUT_S, **options)
         body = reply.json()
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         raise _fail(f"no answer from {admin}: {error}") from None

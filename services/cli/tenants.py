@@ -16,18 +16,14 @@ import typer
 from common import clock
 from common.tenancy.keys import make
 from common.tenancy.sources import in_yaml
-from services.cli.admin_api import token_headers
+from services.cli.admin_api import ADMIN_URL, Admin, request
 
 TIMEOUT_S = 10.0
-ADMIN_URL = "http://127.0.0.1:9080"
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 tenant = typer.Typer(no_args_is_help=True, help="Tenants: who may call, and what each may use.")
 key = typer.Typer(no_args_is_help=True, help="Keys of tenants: made, rotated, revoked.")
 
-AdminUrl = Annotated[
-    str, typer.Option("--admin", metavar="URL", envvar="HEADWATER_ADMIN_URL", help="of any tier that clients reach")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="as the admin API says it")]
 Name = Annotated[str, typer.Argument(metavar="TENANT")]
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="of the key, as listed; not the key itself")]
@@ -47,8 +43,7 @@ def ask(method: str, admin: str, path: str, body: Any = None) -> Any:
     """What the admin API answers. Ends the command where it refuses."""
     try:
         url = f"{admin.rstrip('/')}/admin/v1{path}"
-        headers = token_headers()
-        reply = httpx.request(method, url, json=body, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+        reply = request(method, url, timeout_s=TIMEOUT_S, json=body)
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         raise fail(f"{admin}: {error}") from None
     if reply.is_success:
@@ -68,7 +63,7 @@ def ask(method: str, admin: str, path: str, body: Any = None) -> Any:
 
 
 @tenant.command("list")
-def list_tenants(admin: AdminUrl = ADMIN_URL, as_json: AsJson = False) -> None:
+def list_tenants(admin: Admin = ADMIN_URL, as_json: AsJson = False) -> None:
     """All tenants."""
     found = ask("GET", admin, "/tenants")
     if as_json:
@@ -79,7 +74,7 @@ def list_tenants(admin: AdminUrl = ADMIN_URL, as_json: AsJson = False) -> None:
 
 
 @tenant.command("show")
-def show_tenant(name: Name, admin: AdminUrl = ADMIN_URL) -> None:
+def show_tenant(name: Name, admin: Admin = ADMIN_URL) -> None:
     """One of them: limits, keys, and what it has used this month, as JSON."""
     typer.echo(json.dumps(ask("GET", admin, f"/tenants/{name}"), indent=2))
 
@@ -90,7 +85,7 @@ def set_tenant(
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]…", help="as requests_per_minute=600 or models=m1,m2")
     ] = None,
-    admin: AdminUrl = ADMIN_URL,
+    admin: Admin = ADMIN_URL,
 ) -> None:
     """Create a tenant, or change some of what it may; an empty value takes a limit away."""
     there = {t["name"]: t for t in ask("GET", admin, "/tenants")}
@@ -104,7 +99,7 @@ def set_tenant(
 
 
 @tenant.command("delete")
-def delete_tenant(name: Name, admin: AdminUrl = ADMIN_URL) -> None:
+def delete_tenant(name: Name, admin: Admin = ADMIN_URL) -> None:
     """Delete a tenant and all its keys."""
     ask("DELETE", admin, f"/tenants/{name}")
 
@@ -124,7 +119,7 @@ def _value(field: str, value: str) -> Any:
 
 
 @key.command("list")
-def list_keys(name: Name, admin: AdminUrl = ADMIN_URL, as_json: AsJson = False) -> None:
+def list_keys(name: Name, admin: Admin = ADMIN_URL, as_json: AsJson = False) -> None:
     """A tenant's keys, by their ids."""
     found = ask("GET", admin, f"/tenants/{name}/keys")
     if as_json:
@@ -142,7 +137,7 @@ def new_key(
     yaml: Annotated[
         bool, typer.Option("--yaml", help="ask nobody: print the key, and the lines for a file of tenants on stderr")
     ] = False,
-    admin: AdminUrl = ADMIN_URL,
+    admin: Admin = ADMIN_URL,
 ) -> None:
     """Make a key, and print it; nobody can show it again."""
     until = _time(expires)
@@ -160,7 +155,7 @@ def rotate_key(
     id_: KeyId,
     overlap: Annotated[str, typer.Option("--overlap", metavar="TIME", help="how long the old one is good")] = "1d",
     expires: Expires = None,
-    admin: AdminUrl = ADMIN_URL,
+    admin: Admin = ADMIN_URL,
 ) -> None:
     """Make a key in another's place, and print it."""
     until = _time(expires)
@@ -169,7 +164,7 @@ def rotate_key(
 
 
 @key.command("revoke")
-def revoke_key(id_: KeyId, admin: AdminUrl = ADMIN_URL) -> None:
+def revoke_key(id_: KeyId, admin: Admin = ADMIN_URL) -> None:
     """Refuse a key from now on."""
     ask("DELETE", admin, f"/keys/{id_}")
 

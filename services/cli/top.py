@@ -18,7 +18,8 @@ from common import clock
 from common.admin.picture import EndpointView, Picture
 from common.explain.causes import seconds
 from common.history import STEP_S, TPOT_BOUNDS_S, TTFT_BOUNDS_S, Step, quantile
-from services.cli.ask import ADMIN_URL, Admin, asked
+from services.cli.admin_api import ADMIN_URL, Admin
+from services.cli.ask import asked
 
 EVERY_S = 1.0
 MINUTE = 12  # steps of the history

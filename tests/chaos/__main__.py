@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,7 +81,8 @@ async def _afterwards(system: ChaosSystem, traffic: Traffic, watch: Watch) -> li
     try:
         await eventually(system.idle, QUIET_S, step_s=0.5)
     except (AssertionError, OSError) as error:
-        broken.append(f"something is under way though no client waits: {error}: {await _under_way(system)}")
+        left = await _counted(system, "headwater_in_flight_requests")
+        broken.append(f"something is under way though no client waits: {error}: {left}")
     try:
         took = await system.settled(QUIET_S)
         print(f"all see each other again after {took:.1f} s")
@@ -90,19 +92,25 @@ async def _afterwards(system: ChaosSystem, traffic: Traffic, watch: Watch) -> li
     await watch.count()
     watch.look()
     broken += watch.leaks()
-    for name, tier in system.tiers.items():
-        looped = total(await metrics(tier.admin_url), "headwater_requests_total", status="508")
-        if looped:
-            broken.append(f"{looped:.0f} requests came back to {name}")
+    for name, looped in (await _counted(system, "headwater_requests_total", status="508")).items():
+        broken.append(f"{looped} requests came back to {name}")
     broken += [f"{id_} was run {count} times" for id_, count in watch.runs.items() if count > RUNS]
     broken += [f"request {a.number} ({a.kind}): {a.detail}" for a in traffic.asked if a.ending == "wrong"]
     broken += [f"request {a.number} has not ended" for a in traffic.asked if not a.ending]
     return broken + [f"in a log: {found}" for found in complaints()]
 
 
-async def _under_way(system: ChaosSystem) -> dict[str, float]:
-    found = {n: total(await metrics(t.admin_url), "headwater_in_flight_requests") for n, t in system.tiers.items()}
-    return {name: count for name, count in found.items() if count}
+async def _counted(system: ChaosSystem, metric: str, **labels: str) -> dict[str, str]:
+    """What each tier counts, where it is not 0; one that does not answer is among them."""
+
+    async def count(url: str) -> str:
+        try:
+            return f"{total(await metrics(url), metric, **labels):.0f}"
+        except (OSError, AssertionError) as error:
+            return f"no answer ({error or type(error).__name__}) for"
+
+    found = await asyncio.gather(*(count(tier.admin_url) for tier in system.tiers.values()))
+    return {name: value for name, value in zip(system.tiers, found, strict=True) if value != "0"}
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -129,7 +137,9 @@ async def _report(
     twice = sum(1 for count in watch.answered.values() if count > 1)
     print(f"most often one request was run: {max(watch.runs.values(), default=0)} times; answered twice: {twice}")
     print(f"most grown: {watch.most_grown()} KB; endings: {dict(Counter(a.ending for a in asked))}")
-    for a in failed[:30]:
+    for (reason, entry), number in Counter((_reason(a), a.entry) for a in failed).most_common(20):
+        print(f"  {number} failed at {entry}: {reason}")
+    for a in _spread(failed, 20):
         print(
             f"  failed at {a.at - began:.1f} s after {a.took_s:.1f} s, by {a.entry}: "
             f"{a.kind} of {a.model} for {a.tenant}, {a.detail[:300]}"
@@ -158,6 +168,16 @@ def _line(title: str, asked: list[Asked], faults: list[Fault], excused: dict[int
         f"{sum(a.ending == 'left' for a in asked):6}{sum(a.ending == 'limited' for a in asked):5}"
         f"{sum(a.number in excused for a in asked):8}{count:8}"
     )
+
+
+def _reason(a: Asked) -> str:
+    """What its error says, without what is different each time."""
+    return re.sub(r"[0-9a-f]{32}|\d+", "#", a.detail[:160])
+
+
+def _spread(asked: list[Asked], count: int) -> list[Asked]:
+    """So many of them at most, from the first to the last."""
+    return asked[:: max(1, len(asked) // count)]
 
 
 def _share(asked: Iterable[Asked]) -> float:

@@ -39,6 +39,21 @@ class Stack:
         assert done.returncode == 0, f"compose {' '.join(arguments)}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
         return done.stdout
 
+    def follow(self, script: str, timeout_s: float) -> str:
+        """Carry out a document's commands from the root of the repository; what they print."""
+        done = subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", script],
+            cwd=Path(__file__).parents[2],
+            env={**self._env, "COMPOSE_PROJECT_NAME": PROJECT},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert done.returncode == 0, f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+        return done.stdout
+
     def state(self) -> dict[str, Any]:
         """The traffic's counts."""
         found: dict[str, Any] = json.loads(self.run("exec", "-T", "traffic", "cat", "/tmp/traffic.json"))

@@ -5,6 +5,7 @@ The test that needs Docker runs with HEADWATER_TEST_DOCKER=1 only, as that of th
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -85,6 +86,8 @@ def test_every_process_has_a_valid_configuration_with_tls(
             environment |= dict(line.split("=", 1) for line in lines if line.startswith("HEADWATER_"))
         for key, value in environment.items():
             monkeypatch.setenv(key, str(value))
+        if command != "agent":
+            monkeypatch.setenv("HEADWATER_AUTH__ADMIN_TOKENS_FILE", str(secrets / name / "admin.token"))
         config = load(CONFIGS[command])
         assert config.id == config.advertise == name
         assert all(url.startswith("https://") for url in config.etcd.urls)
@@ -93,7 +96,10 @@ def test_every_process_has_a_valid_configuration_with_tls(
         assert service["volumes"] == [f"./secrets/{name}:/tls:ro"]
         if isinstance(config, TierConfig):
             assert config.tls.peers_required
-            assert config.admin == "127.0.0.1:9080"
+            assert config.tls.admin
+            assert len(config.auth.admin_tokens[0]) > 40
+            assert config.tenants.stored
+            assert not config.tenants.anonymous
             assert config.redis.url.startswith("rediss+sentinel://")
             grace = float(service["stop_grace_period"].removesuffix("s"))
             assert grace >= config.drain.grace_s + 5
@@ -109,12 +115,22 @@ def test_each_service_has_a_certificate_of_the_authority_and_its_name(
         check = ["openssl", "verify", "-CAfile", "ca.pem", "-verify_hostname", name, f"{name}/cert.pem"]
         done = subprocess.run(check, cwd=secrets, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        assert {f.name for f in (secrets / name).iterdir()} == {"ca.pem", "cert.pem", "key.pem"}
+        token = {"admin.token"} if name.partition("-")[0] in ("global", "region", "instance") else set()
+        assert {f.name for f in (secrets / name).iterdir()} == {"ca.pem", "cert.pem", "key.pem", *token}
 
 
-def test_only_the_global_tier_is_published_and_on_loopback(services: dict[str, dict[str, Any]]) -> None:
+def test_every_tier_is_scraped(services: dict[str, dict[str, Any]]) -> None:
+    content = yaml.safe_load((HERE / "compose.yaml").read_text())["configs"]["prometheus"]["content"]
+    (job,) = yaml.safe_load(content)["scrape_configs"]
+    tiers = [name for name, (command, _) in ours(services).items() if command != "agent"]
+    assert job["static_configs"][0]["targets"] == [f"{name}:9080" for name in tiers]
+
+
+def test_only_the_global_tier_and_the_dashboards_are_published_and_on_loopback(
+    services: dict[str, dict[str, Any]],
+) -> None:
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
-    assert published.keys() == {"global-1", "global-2"}
+    assert published.keys() == {"global-1", "global-2", "grafana"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
 
 
@@ -122,29 +138,39 @@ def test_only_the_global_tier_is_published_and_on_loopback(services: dict[str, d
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[tuple[Stack, list[str]]]:
+def stack() -> Iterator[tuple[Stack, list[str], str]]:
+    """What the first page's commands bring up, but for Grafana, whose image not everybody has; URLs, and a key."""
     if not WANTED:
         pytest.skip("set HEADWATER_TEST_DOCKER=1 to bring the containers up")
     ports = [free_port(), free_port()]
-    subprocess.run(["sh", str(HERE / "certificates.sh")], check=True)
+    (script,) = re.findall(r"```bash\n(.*?)```", (tools.ROOT / "docs" / "index.md").read_text(), re.DOTALL)
+    commands = re.sub(r"\\\n\s*", "", script).strip().splitlines()
+    assert len(commands) <= 10
+    for old, new in {":8443": f":{ports[0]}", "COMPOSE_PROFILES=observability": "COMPOSE_PROFILES="}.items():
+        assert old in script
+        script = script.replace(old, new)
     stack = Stack(HERE / "compose.yaml", *ports, variables=("HTTPS_PORT_1", "HTTPS_PORT_2"))
     try:
-        stack.run("up", "--build", "--detach", "--wait", timeout_s=420)
-        yield stack, [f"https://localhost:{port}" for port in ports]
+        said = stack.follow(script, timeout_s=480)
+        assert '"llama-8b"' in said
+        key = (HERE / "secrets" / "acme.key").read_text().strip()
+        yield stack, [f"https://localhost:{port}" for port in ports], key
     finally:
         stack.down()
     assert stack.left_behind() == []
 
 
 @pytest.mark.docker
-async def test_with_one_of_everything_lost_clients_are_served(stack: tuple[Stack, list[str]]) -> None:
-    containers, urls = stack
+async def test_with_one_of_everything_lost_clients_are_served(stack: tuple[Stack, list[str], str]) -> None:
+    containers, urls, key = stack
     trust = ssl.create_default_context(cafile=str(HERE / "secrets" / "ca.pem"))
     ask = {"model": "llama-8b", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
-    async with httpx.AsyncClient(verify=trust, timeout=30) as client:
+    async with httpx.AsyncClient(verify=trust, timeout=30, headers={"authorization": f"Bearer {key}"}) as client:
         for url in urls:
             answer = await client.post(f"{url}/v1/chat/completions", json=ask)
             assert answer.status_code == 200, answer.text
+            stranger = await client.post(f"{url}/v1/chat/completions", json=ask, headers={"authorization": "Bearer x"})
+            assert stranger.status_code == 401
         containers.run("kill", "global-1", "region-1", "instance-1", "etcd-1", "redis-1")
         for _ in range(20):
             answer = await client.post(f"{urls[1]}/v1/chat/completions", json=ask, headers={"x-session-id": "s"})
@@ -159,3 +185,18 @@ async def test_with_one_of_everything_lost_clients_are_served(stack: tuple[Stack
         containers.run("up", "--detach", "--wait", "--no-build", timeout_s=240)
         answer = await client.post(f"{urls[0]}/v1/chat/completions", json=ask)
         assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.docker
+async def test_prometheus_reads_every_tier_over_tls(stack: tuple[Stack, list[str], str]) -> None:
+    containers, _, _ = stack
+    containers.run("--profile", "observability", "up", "--detach", "--wait", "--no-build", "prometheus", timeout_s=240)
+    look = (
+        "import urllib.request as u; print(u.urlopen('http://prometheus:9090/api/v1/query?query=up').read().decode())"
+    )
+
+    def all_up() -> bool:
+        found = json.loads(containers.run("exec", "-T", "global-1", "python", "-c", look))["data"]["result"]
+        return [sample["value"][1] for sample in found] == ["1"] * 6
+
+    await eventually(all_up, timeout_s=60.0, step_s=1.0)

@@ -87,7 +87,7 @@ class Raw:
     def rst(self) -> None:
         """Close with a reset."""
         sock = self._writer.get_extra_info("socket")
-        with suppress(OSError, ValueError):  # the second when it is closed already
+        with suppress(OSError, ValueError, AttributeError):  # it is closed already, or there is none any more
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._writer.transport.abort()
 

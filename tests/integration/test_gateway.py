@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,6 +18,7 @@ import pytest
 from google.protobuf.descriptor import FileDescriptor
 
 from common.policy.health import State
+from common.tenancy.keys import make
 from common.types import Endpoint
 from services.instance_lb.__main__ import start_picker
 from services.instance_lb.config import InstanceConfig
@@ -123,6 +126,29 @@ async def test_a_stream_passes_token_by_token_and_is_learned_from() -> None:
         record = await g.last()
         assert record["output_tokens"] == len(words)
         assert record["ttft_s"] < record["total_s"] - 0.3
+
+
+async def test_tenants_are_asked_for_their_keys_behind_a_gateway_too(tmp_path: Path) -> None:
+    key, kept = make(datetime(2026, 1, 1, tzinfo=UTC))
+    keys = [{"id": kept.id, "sha256": kept.sha256}]
+    limits = {"requests_per_minute": 3, "models": [MODEL], "concurrent_requests": 1}
+    (tmp_path / "tenants.yaml").write_text(json.dumps({"tenants": {"acme": {**limits, "keys": keys}}}))
+    engine = FakeEngine("a")
+    async with gateway(engine, tenants={"file": str(tmp_path / "tenants.yaml")}) as g:
+        shown = f"authorization: Bearer {key}"
+        assert is_error(await ask(g.url, PATH, chat(MODEL)), 401)
+        assert is_error(await ask(g.url, PATH, chat(MODEL), "authorization: Bearer hw-other"), 401)
+        assert not engine.seen
+        for left in ("2", "1", "0"):
+            answer = await ask(g.url, PATH, chat(MODEL), shown)
+            assert answer.status == 200
+            assert answer.header("x-ratelimit-remaining-requests") == left
+            assert (await g.last())["tenant"] == "acme"
+        refused = await ask(g.url, PATH, chat(MODEL), shown)
+        assert is_error(refused, 429)
+        assert refused.header("retry-after")
+        assert len(engine.seen) == 3
+        assert all(seen.header("authorization") is None for seen in engine.seen)
 
 
 async def test_a_client_that_leaves_takes_its_request_along() -> None:

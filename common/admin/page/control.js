@@ -82,6 +82,7 @@ class Control extends HTMLElement {
 
   showRollouts(found) {
     put(this.noRollouts, found.length ? '' : 'No rollouts.');
+    this.rollouts.parentElement.hidden = !found.length;
     this.rollouts.replaceChildren(...found.map(r => {
       const over = !['waiting', 'stepping'].includes(r.stage), at = `/admin/v1/rollouts/${r.model.split('/').map(encodeURIComponent).join('/')}`;
       const act = el('button', { type: 'button', class: 'act', 'aria-label': `${over ? 'Forget' : 'Abort'} the rollout of ${r.model}` }, over ? 'Forget' : 'Abort');

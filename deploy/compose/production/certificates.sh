@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes what compose.yaml needs of secrets, beside itself in secrets/: an authority, a certificate for each service, and
-# passwords. What is there already is kept, so that it can be run again for a service that is new. Needs openssl.
+# passwords, and the token of whoever operates it (admin.token). What is there already is kept, so that it can be run again for a service that is new. Needs openssl.
 set -eu
 umask 022 # containers read these as users of their own; secrets/ itself is closed to other users of this host
 cd "$(dirname "$0")"
@@ -8,7 +8,8 @@ mkdir -p secrets && chmod 700 secrets && cd secrets
 
 DAYS=825
 SERVICES="etcd-1 etcd-2 etcd-3 redis-1 redis-2 sentinel-1 sentinel-2 sentinel-3
-  global-1 global-2 region-1 region-2 instance-1 instance-2 agent"
+  global-1 global-2 region-1 region-2 instance-1 instance-2 agent prometheus grafana"
+TIERS="global-1 global-2 region-1 region-2 instance-1 instance-2"
 
 if [ ! -f ca-key.pem ]; then
   openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days $DAYS -subj "/CN=Headwater" \
@@ -28,6 +29,21 @@ for service in $SERVICES; do
   rm request.pem extensions
   cp ca.pem "$service/ca.pem"
 done
+
+if [ ! -f admin.token ]; then
+  openssl rand -hex 24 >admin.token
+  chmod 600 admin.token
+fi
+for tier in $TIERS; do
+  [ -f "$tier/admin.token" ] && continue
+  cp admin.token "$tier/admin.token"
+  chmod 644 "$tier/admin.token"
+done
+
+if [ ! -f grafana.env ]; then
+  echo "GF_SECURITY_ADMIN_PASSWORD=$(openssl rand -hex 12)" >grafana.env
+  chmod 600 grafana.env
+fi
 
 if [ ! -f redis.env ]; then
   password=$(openssl rand -hex 24)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import stat
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -37,6 +40,55 @@ async def fill(file: Path) -> None:
     await store.put(f"{ROOT}route_key", b"secret")
     kept = KeptMembershipStore(store, str(file))
     assert (await first(kept)).values == {f"{ROOT}a": b"1", f"{ROOT}route_key": b"secret"}
+    await eventually(file.exists, 10.0)
+    await kept.close()
+
+
+class Slow(MemoryMembershipStore):
+    """Takes long for its first word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = asyncio.Event()
+
+    async def watch(self, prefix: str) -> AsyncGenerator[Snapshot, None]:
+        await self.told.wait()
+        async for snapshot in super().watch(prefix):
+            yield snapshot
+
+
+async def test_a_store_that_takes_long_for_its_first_word_is_stood_in_for(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(file)
+    monkeypatch.setattr("common.store.kept.PATIENCE_S", 0.05)
+    slow = Slow()
+    kept = KeptMembershipStore(slow, str(file))
+    async with aclosing(kept.watch(ROOT)) as snapshots:
+        found = await anext(snapshots)
+        assert (found.values[f"{ROOT}a"], found.stale) == (b"1", True)
+        slow.told.set()
+        found = await anext(snapshots)
+        assert (found.values, found.stale) == ({}, False)
+        await slow.put(f"{ROOT}b", b"2")
+        assert (await anext(snapshots)).values == {f"{ROOT}b": b"2"}
+    await kept.close()
+    async with aclosing(KeptMembershipStore(Slow(), str(file)).watch(ROOT)) as snapshots:
+        assert (await anext(snapshots)).stale  # and it may be left before the store has said anything
+
+
+async def test_what_could_not_be_written_is_tried_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.store.kept.EVERY_S", 0.01)
+    monkeypatch.setattr("common.store.kept.AGAIN_S", 0.05)
+    store = MemoryMembershipStore()
+    kept = KeptMembershipStore(store, str(file))
+    await store.put(f"{ROOT}a", b"1")
+    blocked = file.with_name(f"{file.name}.{os.getpid()}.new")
+    blocked.mkdir()  # in the way of the new file, as a disk without room is
+    assert (await first(kept)).values == {f"{ROOT}a": b"1"}
+    with pytest.raises(AssertionError):
+        await eventually(file.exists, 0.3)
+    blocked.rmdir()
     await eventually(file.exists, 10.0)
     await kept.close()
 

@@ -352,3 +352,24 @@ async def test_a_server_serves_when_it_has_answered_one_token_and_again_after_a_
         await eventually(lambda: len(seen.endpoints) > known + 1, timeout_s=20.0)
         assert [e.phase for e in seen.endpoints[known:]] == [Phase.LOADING, Phase.SERVING]
         assert len(engine.seen) == 3
+
+
+async def test_an_idle_server_that_does_not_answer_one_token_is_loading_until_it_does(seen: Seen) -> None:
+    """Its health and metrics stay green; while it has work, or does not say, it is not asked."""
+    chat = "/v1/chat/completions"
+    async with FakeServer({**vllm(running=0.0, waiting=0.0), chat: Reply(b"{}")}) as server:
+        seen.monitor().watch({"a": InstanceConfig(url=server.url, probe_idle_s=0.1)})
+        await eventually(lambda: server.asked[chat] >= 2, timeout_s=20.0)
+        assert {e.phase for e in seen.endpoints} == {Phase.SERVING}
+        server.routes[chat] = Reply(b"engine dead", 500)
+        await eventually(lambda: seen.endpoints[-1].phase is Phase.LOADING, timeout_s=20.0)
+        server.routes[chat] = Reply(b"{}", 400)  # not for it: nothing against it
+        await eventually(lambda: seen.endpoints[-1].phase is Phase.SERVING, timeout_s=20.0)
+        for busy in (vllm(running=1.0, waiting=0.0), {"/v1/models": models("tiny"), "/health": Reply()}):
+            server.routes = {**busy, chat: Reply(b"{}")}
+            looks = server.asked["/health"]
+            await eventually(lambda n=looks: server.asked["/health"] > n + 2, timeout_s=20.0)
+            asked, looks = server.asked[chat], server.asked["/health"]
+            await eventually(lambda n=looks: server.asked["/health"] > n + 6, timeout_s=20.0)
+            assert server.asked[chat] == asked
+        assert seen.endpoints[-1].phase is Phase.SERVING

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
+import sys
 from pathlib import Path
 
 import httpx
@@ -11,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from common.config import TlsSection
+from common.errors import ConfigError
 from common.relay.tls import Certificates
 from common.route import HEADER, Route
 from common.types import InferenceRequest
@@ -18,7 +21,9 @@ from services.cli.__main__ import app
 from services.cli.certs import certs
 from tests.fake_engine import MODEL, FakeEngine
 from tests.integration.clients import chat
-from tests.integration.system import CLUSTER, tiers
+from tests.integration.system import CLUSTER, headwater, run_command, tiers
+from tests.servers import eventually
+from tests.tools import ROOT
 
 PATH = "/v1/chat/completions"
 
@@ -92,3 +97,37 @@ async def test_three_tiers_with_them_serve_and_believe_nobody_else(tmp_path: Pat
             forged = {HEADER.decode(): world.bottom.signer.sign(told).decode()}
             believed = await peer.post(bottom + PATH, content=chat("nobody"), headers=forged)
             assert believed.status_code == 200  # its word counts, and not the body's
+
+
+async def test_the_admin_listener_speaks_tls_to_operators_and_to_other_tiers(tmp_path: Path) -> None:
+    await asyncio.to_thread(run, tmp_path, "tier=127.0.0.1,localhost")
+    trusted = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    tls, token = {**settings(tmp_path, "tier"), "admin": True}, "an-operator's-token"
+    async with (
+        httpx.AsyncClient(verify=trusted, trust_env=False, headers={"authorization": f"Bearer {token}"}) as client,
+        tiers(FakeEngine("one"), depth=3, tls=tls, auth={"admin_tokens": [token]}) as world,
+    ):
+        reply = await client.post(world.url.replace("http:", "https:") + PATH, content=chat(MODEL))
+        decision, url = reply.headers["x-headwater-decision"], f"https://127.0.0.1:{world.top.admin_port}"
+        with pytest.raises(httpx.HTTPError):
+            await client.get(f"{world.admin_url}/livez")  # in plain HTTP
+
+        async def all_three() -> bool:
+            spans = (await client.get(f"{url}/admin/v1/traces/{decision}?everywhere=true")).json()
+            return len({span["process"] for span in spans}) == 3
+
+        await eventually(all_three, 20.0)
+        shown = {"HEADWATER_ADMIN_TOKEN": token, "HEADWATER_ADMIN_URL": url}
+        env = {**os.environ, **shown, "HEADWATER_ADMIN_CA_FILE": str(tmp_path / "ca.pem")}
+        out, _ = await run_command(headwater("trace", decision), env=env)
+        assert out.count("choose ") == 3
+        await run_command(headwater("trace", decision), env={**os.environ, **shown}, code=1)  # of nobody it knows
+        check = [sys.executable, "-IS", str(ROOT / "deploy" / "compose" / "healthcheck.py")]
+        address = {"HEADWATER_ADMIN": f"127.0.0.1:{world.top.admin_port}"}
+        await run_command(check, env={**os.environ, **address, "HEADWATER_TLS__ADMIN": "true"})
+        await run_command(check, env={**os.environ, **address}, code=1)
+
+
+def test_an_admin_listener_with_tls_needs_a_certificate() -> None:
+    with pytest.raises(ConfigError, match=r"tls\.admin"):
+        Certificates(TlsSection(admin=True))
