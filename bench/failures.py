@@ -33,7 +33,8 @@ from services.bench.prompts import Template
 from services.bench.replay import Replay, Sample
 from tests.integration.system import CLUSTERS, GLOBALS, LONER, MODEL, REGIONS, System
 
-RATE = 20.0  # requests a second
+RATE = 20.0  # requests a second,
+TOKENS = 100  # of each answer: some ten are under way at any time
 GOOD_S, BACK_SHARE = 2.0, 0.99
 NOTICED_S = 2.0  # by then at least two lookups have failed in every process
 SKEW_S = 0.2  # between the clock here and the replay's
@@ -60,7 +61,7 @@ class Row:
 async def load(system: System, trouble: Callable[[], Awaitable[None]], before_s: float, total_s: float) -> Trial:
     """Traffic for so long, with trouble from `before_s` on."""
     sessions = [f"failures-{i % 30}" if i // 2 % 2 else "" for i in range(int(RATE * total_s))]
-    rows = [TraceRow(i / RATE, 60, 20, session=session) for i, session in enumerate(sessions)]
+    rows = [TraceRow(i / RATE, 60, TOKENS, session=session) for i, session in enumerate(sessions)]
     began = clock.now()
     at: list[float] = []
 
@@ -158,9 +159,11 @@ async def region(system: System) -> list[Row]:
     poor = [k for k, good in seconds.items() if k >= 0 and sum(good) < BACK_SHARE * len(good)]
     back_s = max(poor, default=-1) + 1.0
     others = [s for s in trial.bad if not trial.under_way(s)]
+    before = Counter(s.served_by.startswith(lost) for s in trial.between(0.0, trial.began_s - 1.0))
     await asyncio.gather(*(system.processes[name].start() for name in parts))
     again = await load(system, lambda: asyncio.sleep(0.0), 0.0, 5.0)
     return [
+        Row("region lost: of the requests before it had", f"{before[True]} of {before.total()}", before[True] > 0),
         Row("region lost: goodput is back after", f"{back_s:.0f} s", back_s <= GOALS["region"]),
         Row("region lost: cut with it", str(len(trial.bad) - len(others)), True),
         Row("region lost: failed otherwise", failed(others, trial), not others),

@@ -93,7 +93,7 @@ async def run(args: argparse.Namespace) -> None:
         outputs = await asyncio.gather(*(process.communicate() for process in processes))
         told = await redis.cli("INFO", "commandstats")
     say = Console(highlight=False).print
-    results = [json.loads(output) for output, _ in outputs]
+    results = [json.loads(output.splitlines()[-1]) for output, _ in outputs]  # before it may stand words of a log
     times = sorted(t for result in results for t in result["times"])
     took = sorted(t for result in results for t in result["took"])
     trips = sum(result["trips"] for result in results)

@@ -12,13 +12,12 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from random import Random
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from common.policy.versions import Shadow
 from common.relay.exchange import ClientLimits, Exchange
 
 if TYPE_CHECKING:
-    from common.relay.client import ClientConnection
     from common.relay.heads import Headers
 
 
@@ -98,7 +97,7 @@ class Shadows:
 def copied(exchange: Exchange) -> Exchange:
     """The same request, answered to nobody."""
     client = exchange.client
-    copy = Exchange(cast("ClientConnection", Nobody(client.limits, client.peername)))
+    copy = Exchange(Nobody(client.limits, client.peername))
     copy.method, copy.target, copy.headers, copy.fields = (
         exchange.method,
         exchange.target,

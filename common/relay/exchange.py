@@ -9,7 +9,6 @@ from common.relay import heads
 from common.types import Path
 
 if TYPE_CHECKING:
-    from common.relay.client import ClientConnection
     from common.relay.keepalive import Pings
     from common.relay.sending import Answer, Sending
     from common.relay.upstream import UpstreamConnection
@@ -28,6 +27,49 @@ class ClientLimits(Protocol):
     max_connections_per_address: int
     requests_per_s_per_address: float
     unlimited_addresses: tuple[str, ...]
+
+
+class Client(Protocol):
+    """Who gets the answer: a connection, or what stands for one. No class, so that compiled code takes either."""
+
+    @property
+    def limits(self) -> ClientLimits:
+        """The bounds it is held to."""
+
+    @property
+    def peername(self) -> str:
+        """Its address."""
+
+    @property
+    def verified(self) -> bool:
+        """Whether it has shown a certificate."""
+
+    @property
+    def write_paused(self) -> bool:
+        """Whether it cannot take more now."""
+
+    @property
+    def transport(self) -> Abortable:
+        """Its socket."""
+
+    def write(self, data: bytes) -> None:
+        """See `ClientConnection`, as for all that follow."""
+
+    def respond(self, status: int, headers: heads.Headers, body: bytes, added: bytes = b"") -> None:
+        """A whole answer of our own."""
+
+    def finished(self) -> None:
+        """The answer is complete."""
+
+    def cut(self, last_words: bytes = b"") -> None:
+        """The answer broke."""
+
+
+class Abortable(Protocol):
+    """What can be closed at once."""
+
+    def abort(self) -> None:
+        """Close it."""
 
 
 class Carrier(Protocol):
@@ -68,7 +110,7 @@ class Exchange:
         "upstream",
     )
 
-    def __init__(self, client: ClientConnection, carrier: Carrier | None = None) -> None:
+    def __init__(self, client: Client, carrier: Carrier | None = None) -> None:
         self.client = client
         self.carrier = carrier
         self.method = b""

@@ -138,7 +138,6 @@ async def test_tenants_are_asked_for_their_keys_behind_a_gateway_too(tmp_path: P
         shown = f"authorization: Bearer {key}"
         assert is_error(await ask(g.url, PATH, chat(MODEL)), 401)
         assert is_error(await ask(g.url, PATH, chat(MODEL), "authorization: Bearer hw-other"), 401)
-        assert is_error(await ask(g.url, PATH, chat("another-model"), shown), 403)
         assert not engine.seen
         for left in ("2", "1", "0"):
             answer = await ask(g.url, PATH, chat(MODEL), shown)
