@@ -203,11 +203,11 @@ class Balancing:
         return found
 
     def _is_started(self, model: str) -> bool:
-        """Whether nobody has a model that is started when it is asked for."""
+        """Whether nobody has a model that is started when it is asked for, or only who is about to leave."""
         if not self.on_demand(model):
             return False
         instances = (c for path, b in self.balancers.items() if len(path) == 2 for c in b.candidates.values())
-        return not any(c.endpoint.serves(model) for c in instances)
+        return not any(c.endpoint.serves(model) and c.phase is not Phase.DRAINING for c in instances)
 
     def release(
         self,
