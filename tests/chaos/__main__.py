@@ -212,11 +212,13 @@ def main() -> None:
     if ISOLATED not in os.environ:
         _isolate()
     disk = os.environ.get(ISOLATED)
-    with tempfile.TemporaryDirectory(prefix="headwater-chaos-") as folder:
-        code = uvloop.run(run(given.minutes, given.seed, given.rate, Path(disk or folder)))
-    if disk:
-        subprocess.run(["umount", disk], check=False)
-        os.rmdir(disk)
+    try:
+        with tempfile.TemporaryDirectory(prefix="headwater-chaos-") as folder:
+            code = uvloop.run(run(given.minutes, given.seed, given.rate, Path(disk or folder)))
+    finally:
+        if disk:
+            subprocess.run(["umount", disk], check=False)
+            os.rmdir(disk)
     sys.exit(code)
 
 

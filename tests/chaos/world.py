@@ -18,6 +18,7 @@ from tests.integration.system import CLUSTERS, MODEL, TTL_S, Process, System, en
 from tests.servers import Relay, Server
 
 RELAYED = "127.0.1.1"
+START_S = 240.0  # of a process, on a machine that does much else while thirty of them start
 OTHER_MODEL = "qwen-7b"
 ADAPTER = "sql-lora"
 MODELS = (MODEL, OTHER_MODEL, ADAPTER)
@@ -43,6 +44,8 @@ class ChaosSystem(System):
         self._stepped: dict[str, FilePath] = {}
         # Servers that close idle connections sooner than a link may be held leave it open whether a request was run.
         super().__init__("--speed", "2", "--tick", "0.02", "--keepalive-timeout", "60")
+        for process in self.processes.values():
+            process.start_timeout_s = START_S
         self._write_tenants()
         self.relays = {name: Relay(self._port(name), at=RELAYED, own_port=self._port(name)) for name in self._relayed()}
         if FAKETIME:
