@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from common.admin.peers import Peers
 from common.balancing import Balancing
 from common.drain_api import drain_router
 from common.membership import Membership
@@ -30,7 +31,7 @@ class World:
         self.balancing = Balancing("g1", lambda path: not path, lambda _: predicted_completion(), Limits(), Random(1))
         self.membership = Membership(self.store, on_change=self.balancing.update)
         app = FastAPI()
-        app.include_router(drain_router(self.membership, self.balancing, frozenset))
+        app.include_router(drain_router(self.membership, self.balancing, Peers(frozenset)))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
 
     def endpoint(self, *path: str) -> Endpoint:
