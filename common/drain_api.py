@@ -6,6 +6,7 @@ path as in `eu/eu-a/i1`, or the name of whatever carries it, if there is only on
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Set
 from datetime import UTC, datetime
 from typing import Annotated
@@ -22,6 +23,8 @@ from common.membership import Drain, Membership
 from common.membership.drains import BY_CHARS, REASON_CHARS
 from common.types import Path
 
+SEEN_S = 2.0  # a mark is waited for, until this tier's own membership has it
+LOOKS = 100
 NAMED = 5  # of the places that carry an ambiguous name
 
 
@@ -77,6 +80,10 @@ def drain_router(membership: Membership, balancing: Balancing, peers: Peers) -> 
         mark = Drain(path, request.reason, request.by, since)
         try:
             await membership.drain(mark)
+            for _ in range(LOOKS):  # so that who asks here next is told of it
+                if any(d.path == path for d in membership.drains):
+                    break
+                await asyncio.sleep(SEEN_S / LOOKS)
         except StoreUnavailable as error:
             raise HTTPException(503, f"the membership store does not answer: {error}") from None
         return shown(mark)

@@ -211,7 +211,7 @@ async def test_a_conversation_has_one_server_too(world: World) -> None:
 
 
 async def test_what_a_server_held_is_told_to_be_gone_with_it_and_lost_for_now_without_redis(world: World) -> None:
-    made = [await _response(world, 0, text=f"{n} {LONG}") for n in range(8)]
+    made = await asyncio.gather(*(_response(world, 0, text=f"{n} {LONG}") for n in range(8)))
     id_, server = made[0].json()["id"], str(made[0].header("x-headwater-served-by")).rpartition("/")[2]
     await world.written()
 

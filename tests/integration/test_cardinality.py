@@ -47,4 +47,5 @@ async def test_what_strangers_make_up_is_not_remembered(tmp_path: Path, depth: i
             after = await measured()
             assert set(answered) <= {*statuses}, (kind, answered)
             assert after[0] <= before[0] + 5, (kind, before, after)  # of a status or a bucket that was not there yet
-            assert after[1] <= before[1] + COUNT // 2, (kind, before, after)
+            # A name that is kept is an object at least; what else comes and goes is some hundreds.
+            assert after[1] < before[1] + COUNT * 5 // 6, (kind, before, after)
