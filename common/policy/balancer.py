@@ -140,6 +140,7 @@ class Balancer:
         self.limits = limits or Limits()
         self.candidates: dict[str, Candidate] = {}
         self.revision = -1
+        self._met_at: float | None = None  # when the first pool came
         self.stale = False
         self.ejections = 0  # times that a breaker opened
         self._needs = policy.needs if policy.needs is not None and policy.needs.hard else None
@@ -177,12 +178,14 @@ class Balancer:
         """Reconcile with the pool: survivors keep what was learned, newcomers start, the gone run out."""
         assert pool.parent == self.parent
         before, self.candidates = self.candidates, {}
+        if self._met_at is None:
+            self._met_at = now
         for endpoint in pool.endpoints:
             kept = before.pop(endpoint.id, None) or self._gone.pop(endpoint.id, None)
             if kept is None:
                 kept = Candidate(endpoint, self.parent, self.limits, self._pool)
                 kept.last_turn = self._turn
-                if self.revision >= 0:  # the first pool of a process is new to it and not in itself
+                if now - self._met_at >= MEETING_S:  # those met before are new to this process, and not in themselves
                     self._starts(kept, now)
             else:
                 restarted = kept.endpoint.boot != endpoint.boot
@@ -870,6 +873,7 @@ HEARD_S = 2.0  # what another balancer told is believed for so long
 SLOW_START_S = (
     20.0  # a newcomer's share is bounded for so long: then it is as busy as the others, and not flooded at the end
 )
+MEETING_S = 2.0  # after a process has begun, within which it hears of what has long been there
 SLOW_START_SHARE = 1.5  # of its fair share, in a fading sum over a second, which keeps it under twice in any one
 CLASS_SAMPLES = 200  # of a class; newcomers start from what these said
 

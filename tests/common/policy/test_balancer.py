@@ -1133,9 +1133,14 @@ def test_a_newcomer_gets_no_more_than_twice_its_share() -> None:
     assert 20 <= shares["i9"] <= 2 * 2 * 10 + 6  # two seconds, a hundred requests each, a tenth is fair
 
 
-def test_the_first_pool_of_a_process_has_no_newcomers() -> None:
-    balancer = balancer_of(instance("a"), instance("b"))
+def test_what_a_process_hears_of_as_it_begins_is_no_newcomer() -> None:
+    """Servers are found one by one, and a tenth of a second apart: that makes none of them new."""
+    balancer = balancer_of(instance("a"))
     assert not balancer._new
+    balancer.update(Pool(CLUSTER, (instance("a"), instance("b")), 2), 1.0)
+    assert not balancer._new
+    balancer.update(Pool(CLUSTER, (instance("a"), instance("b"), instance("c")), 3), 5.0)
+    assert balancer._new == {"c"}
 
 
 def test_failures_cost_share_and_are_forgiven() -> None:
