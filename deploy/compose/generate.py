@@ -280,7 +280,7 @@ def _observability() -> str:
     ports: ["127.0.0.1:${PROMETHEUS_PORT:-9090}:9090"]
     restart: unless-stopped
     logging: *logging
-    healthcheck: {<<: *health, test: [CMD-SHELL, "wget -q -O /dev/null http://127.0.0.1:9090/-/ready"]}
+    healthcheck: {<<: *health, test: [CMD, promtool, check, ready, "--url=http://127.0.0.1:9090"]}
 
   grafana:
     image: grafana/grafana:12.1.0
