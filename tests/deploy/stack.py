@@ -81,7 +81,7 @@ class Stack:
 
     def down(self) -> None:
         """Remove all of it."""
-        self.run("down", "--volumes", "--timeout", "10")
+        self.run("--profile", "observability", "down", "--volumes", "--remove-orphans", "--timeout", "10")
 
     def left_behind(self) -> list[str]:
         """Containers, volumes and networks of this project that still exist."""
