@@ -11,18 +11,17 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import structlog
 
 from common import clock
 from common.config import Auth, Etcd, Redis, Tracing
 from common.errors import ConfigError, StoreUnavailable
+from common.explain.stream import DecisionStream
 from common.records import RequestRecord
 from common.route import RouteSigner
 from common.store.base import AffinityStore, MembershipStore
 from common.store.kept import KeptMembershipStore
 from common.store.memory import MemoryAffinityStore, MemoryMembershipStore
-from common.tenancy.usage import UsageLog
 
 log = structlog.get_logger()
 
@@ -30,7 +29,6 @@ STORE_START_S = 5.0  # etcd must answer within this when a tier starts
 FIRST_WORD_S = 60.0  # … and then say what there is; it takes milliseconds, unless the machine has no time
 STORE_AGAIN_S = 0.2  # between two attempts within that
 LEAST_KEY_BYTES = 16
-DECISIONS_PENDING = 1000  # decision records of up to some 10 KB each, while Redis does not answer
 
 
 def verify(etcd: Etcd, redis: Redis) -> None:
@@ -147,21 +145,6 @@ def keys_in(value: bytes) -> tuple[bytes, ...]:
     return keys if all(len(key) >= LEAST_KEY_BYTES for key in keys) else ()
 
 
-class DecisionStream:
-    """Decision records on their way to a Redis stream, written behind the requests; the oldest give way."""
-
-    def __init__(self, log: UsageLog, view: Callable[[RequestRecord], Any]) -> None:
-        self.log = log
-        self._view = view
-
-    def write(self, record: RequestRecord) -> None:
-        """See DecisionSink."""
-        self.log.add(msgspec.json.encode(self._view(record)))
-
-    def flush(self) -> None:
-        """See DecisionSink; what is left is written by `log.close`."""
-
-
 def decision_stream(tracing: Tracing, redis: Redis, view: Callable[[RequestRecord], Any]) -> DecisionStream | None:
     """The stream that `tracing` names, None for none."""
     if not tracing.decisions_stream:
@@ -169,4 +152,4 @@ def decision_stream(tracing: Tracing, redis: Redis, view: Callable[[RequestRecor
     from common.store.redis_stream import StreamWriter  # noqa: PLC0415 - costs where it is not needed
 
     writer = StreamWriter(redis.url, tracing.decisions_stream, tracing.decisions_stream_entries, field="decision")
-    return DecisionStream(UsageLog(writer, what="decisions", max_pending=DECISIONS_PENDING), view)
+    return DecisionStream(writer, view)

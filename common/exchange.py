@@ -8,7 +8,9 @@ anything to tell, which prompts have taken servers down.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -25,9 +27,35 @@ STRIKES_S = 0.5  # between two looks at each other's strikes
 STRIKES_TTL_S = 5.0
 TTL_S = 1.0  # a balancer that told nothing for so long has died, or cannot reach the store
 
+T = TypeVar("T")
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(dict[str, Sums]).decode
-_decode_strikes = msgspec.msgpack.Decoder(list[Strike]).decode
+
+
+class Board(Generic[T]):
+    """One matter that the balancers of a node tell each other of, through the shared store; each has a place on it."""
+
+    def __init__(self, store: AffinityStore, node: Path, what: str, kind: Any, ttl_s: float) -> None:
+        """`kind`: of what is told, as msgspec has types. `ttl_s`: it is believed for so long."""
+        self._store = store
+        # Braces keep all keys of a node on one shard of a Redis Cluster, so that they can be read together.
+        self._prefix = f"headwater:{what}:{{{'/'.join(node)}}}:"
+        self._decode: Callable[[bytes], T] = msgspec.msgpack.Decoder(kind).decode
+        self._ttl_s = ttl_s
+
+    async def tell(self, balancer: str, told: T) -> None:
+        """Put what one says in its place. Raises StoreUnavailable."""
+        await self._store.share(self._prefix + balancer, _encode(told), self._ttl_s)
+
+    async def hear(self, balancers: Sequence[str]) -> dict[str, T | None]:
+        """What these say; None of one that says nothing, or nothing that can be read. Raises StoreUnavailable."""
+        found = await self._store.shared([self._prefix + balancer for balancer in balancers])
+        return {balancer: self._read(value) for balancer, value in zip(balancers, found, strict=True)}
+
+    def _read(self, value: bytes | None) -> T | None:
+        try:
+            return None if value is None else self._decode(value)
+        except msgspec.DecodeError:
+            return None  # of another version
 
 
 class Exchange:
@@ -41,14 +69,14 @@ class Exchange:
         quarantine: Quarantine,
         others: Callable[[], frozenset[str]],
     ) -> None:
-        self._store = store
+        self._in_flight = Board[dict[str, Sums]](store, node, "in_flight", dict[str, Sums], TTL_S)
+        self._strikes = Board[list[Strike]](store, node, "strikes", list[Strike], STRIKES_TTL_S)
         self._node = node
         self._balancing = balancing
         self._quarantine = quarantine
         self._strikes_at = 0.0
         self._told = False  # of strikes, at the last look
         self._others = others
-        self.failures = 0
 
     async def run(self) -> None:
         """Until cancelled. Alone in a node, nothing is told and nothing asked."""
@@ -56,48 +84,33 @@ class Exchange:
             await asyncio.sleep(INTERVAL_S)
             others = sorted(self._others())
             if others:
-                try:
-                    await self._once(others)
-                    await self._strikes(others)
-                except StoreUnavailable:
-                    self.failures += 1
+                with suppress(StoreUnavailable):  # which it logs itself; balancers that are not heard of are guessed at
+                    await self._exchange_loads(others)
+                    await self._exchange_strikes(others)
 
-    async def _once(self, others: list[str]) -> None:
+    async def _exchange_loads(self, others: list[str]) -> None:
         balancer = self._balancing.balancers.get(self._node)
         if balancer is None:
             return
-        told = _encode(balancer.tell(clock.now()))
-        await self._store.share(self._key(self._balancing.process_id), told, TTL_S)
-        found = await self._store.shared([self._key(other) for other in others])
+        await self._in_flight.tell(self._balancing.process_id, balancer.tell(clock.now()))
+        found = await self._in_flight.hear(others)
         now = clock.now()
-        for other, value in zip(others, found, strict=True):
-            if value is None:
-                continue
-            try:
-                balancer.hear(other, _decode(value), now)
-            except msgspec.DecodeError:
-                self.failures += 1  # a balancer of another version: counted as one that tells nothing
+        for other, sums in found.items():
+            if sums is not None:
+                balancer.hear(other, sums, now)
 
-    async def _strikes(self, others: list[str]) -> None:
+    async def _exchange_strikes(self, others: list[str]) -> None:
         now, quarantine = clock.now(), self._quarantine
         if not quarantine.for_s or now < self._strikes_at + STRIKES_S:
             return
         self._strikes_at = now
         told = quarantine.tell(now)
         if told or self._told:  # that there are none any more as well, once
-            await self._store.share(self._key(self._balancing.process_id, "strikes"), _encode(told), STRIKES_TTL_S)
+            await self._strikes.tell(self._balancing.process_id, told)
         self._told = bool(told)
-        found = await self._store.shared([self._key(other, "strikes") for other in others])
+        found = await self._strikes.hear(others)
         now = clock.now()
-        for other, value in zip(others, found, strict=True):
-            if value is None:
-                continue  # it has none, or its store is away: what it told counts for as long as it would have
-            try:
-                quarantine.hear(other, _decode_strikes(value), now)
-            except msgspec.DecodeError:
-                self.failures += 1
+        for other, strikes in found.items():
+            if strikes is not None:  # else it has none, or its store is away: what it told counts as long as it would
+                quarantine.hear(other, strikes, now)
         quarantine.forget(now, frozenset(others))
-
-    def _key(self, balancer: str, what: str = "in_flight") -> str:
-        # Braces keep all keys of a node on one shard of a Redis Cluster, so that they can be read together.
-        return f"headwater:{what}:{{{'/'.join(self._node)}}}:{balancer}"

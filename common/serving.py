@@ -54,12 +54,12 @@ from common.relay.sending import Answer, Sending, Verdict
 from common.replies import ATTEMPTS, CONTINUATION, DECISION, OVERLOAD, REJECTED, SERVED_BY, STRUCK, Replies
 from common.route import HEADER, RouteSigner
 from common.route import Route as RouteHeader
-from common.shadowing import Shadows, copied
+from common.shadowing import Shadows, asked_of, copied
 from common.store.base import Placement
 from common.telemetry import Telemetry
 from common.tenancy.directory import Tenant
 from common.tenancy.gate import Admission, Gate, Used
-from common.types import InferenceRequest, Outcome, Path, Priority, Shed, Slo
+from common.types import InferenceRequest, Outcome, Path, Shed, Slo
 
 log = structlog.get_logger()
 
@@ -245,21 +245,7 @@ class Serving:
         shade = self._open(copy, matched.api, context, record.path)
         shade.tenant, shade.input_tokens, shade.stream = record.tenant, record.input_tokens, record.stream
         shade.model, shade.version, shade.shadow_of = rule.model or record.model, rule.version, record.id
-        request = replace(
-            told.request,
-            id=shade.id,
-            model=shade.model,
-            version=rule.version,
-            priority=Priority.BATCH,
-            session="",
-            warm=(),
-            warm_tokens=0,
-            sticky=False,
-            deadline_s=None,
-            fingerprint=0,  # what it does to servers is not held against its client's
-            shadow_of=record.id,
-        )
-        told = RouteHeader(request, told.node)
+        told = RouteHeader(asked_of(told.request, shade.id, shade.model, rule.version), told.node)
         self.shadows.run(self._carry_shadow(copy, matched.api, context, shade, told, record.model), len(exchange.body))
 
     async def _carry_shadow(
@@ -446,6 +432,7 @@ class Serving:
             sending = self._sending(c, route, attempt)
             carrier = c.exchange.carrier or self.relay
             answer = await carrier.forward(route.url, sending)
+            self._note_usage(c, attempt, sending)
             outcome, retry_after_s = self._judged(c, route, answer)
             unreachable = c.meaning is Meaning.DEAD  # what answers for it is no server any more
             return answer
@@ -465,7 +452,8 @@ class Serving:
             raise
         finally:
             attempt.ended_at = clock.now()
-            self._note_usage(c, attempt, sending)
+            if answer is None:  # it broke, or its client left
+                self._note_usage(c, attempt, sending)
             counts = answer is not None and answer.relayed and c.api.generates and not route.peer
             cached = c.record.used_cached_tokens if counts and attempt.status < 400 else None
             if route.peer:
@@ -582,7 +570,7 @@ class Serving:
         if route.peer:  # its own tier has judged the server; what it refuses as full counts for its node
             if answer.status < 400:
                 if answer.relayed:
-                    self._succeeded(c, answer)
+                    self._succeeded(c)
                 return Outcome.SUCCESS, None
             full = not answer.relayed and heads.find(answer.headers, REJECTED) == b"saturated"
             return (Outcome.OVERLOADED, answers.retry_after(answer.headers)) if full else (Outcome.IGNORED, None)
@@ -597,7 +585,7 @@ class Serving:
                 c.record.error = c.meaning.value if answer.status < 400 else c.record.error
                 return OUTCOMES.get(c.meaning, Outcome.FAILED), retry_after_s
         if answer.relayed and answer.status < 400:
-            self._succeeded(c, answer)
+            self._succeeded(c)
         return Outcome.SUCCESS, None
 
     @staticmethod
@@ -612,21 +600,20 @@ class Serving:
         if attempt.continues and c.continuation is not None:  # the prompt had in it what others wrote
             c.record.used_input_tokens = None
             if c.record.output_tokens is not None:
-                c.record.output_tokens += c.continuation.tokens_before
+                c.record.output_tokens += c.continuation.before
 
-    def _succeeded(self, c: _Carried, answer: Answer) -> None:
+    def _succeeded(self, c: _Carried) -> None:
         if not c.request.shadow_of:
             self.quarantine.answered(c.request.fingerprint, clock.now())
-            self._learn(c, answer)
+            self._learn(c)
 
-    def _learn(self, c: _Carried, answer: Answer) -> None:
-        if not c.record.from_peer and not c.broken:
-            counted = answer.observer.input_tokens()
-            if counted is not None:
-                self.intake.learn(c.record, counted)
+    def _learn(self, c: _Carried) -> None:
+        """From what a server counted; of a stream that two have written nobody counted all."""
+        if c.record.used_input_tokens is not None and not c.record.from_peer and not c.broken:
+            self.intake.learn(c.record, c.record.used_input_tokens)
         if not c.api.generates:
             return
-        tokens = answer.observer.output_tokens()
+        tokens = c.record.output_tokens
         if tokens is not None and not c.broken:
             self.lengths.learn(c.request.model, c.request.tenant, c.request.input_tokens, tokens)
         served_by = tuple(c.record.served_by.split("/"))

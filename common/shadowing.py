@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from random import Random
 from typing import TYPE_CHECKING
 
 from common.policy.versions import Shadow
 from common.relay.exchange import ClientLimits, Exchange
+from common.types import InferenceRequest, Priority
 
 if TYPE_CHECKING:
     from common.relay.heads import Headers
@@ -92,6 +93,24 @@ class Shadows:
         """Give up what is under way."""
         for task in self._running:
             task.cancel()
+
+
+def asked_of(request: InferenceRequest, id_: str, model: str, version: str) -> InferenceRequest:
+    """What policy sees of a copy: the same prompt for others, in the lowest class and of no session."""
+    return replace(
+        request,
+        id=id_,
+        model=model,
+        version=version,
+        priority=Priority.BATCH,
+        session="",
+        warm=(),
+        warm_tokens=0,
+        sticky=False,
+        deadline_s=None,
+        fingerprint=0,  # what it does to servers is not held against its client's
+        shadow_of=request.id,
+    )
 
 
 def copied(exchange: Exchange) -> Exchange:

@@ -304,7 +304,7 @@ class TierProcess:
             self.spawn(self._tenants.run(), "tenants")
             await self._tenants.gate.until(lambda directory: True, backing.STORE_START_S)
         if self._stream is not None:
-            self.spawn(self._stream.log.run(), "decision records")
+            self.spawn(self._stream.run(), "decision records")
         self.spawn(self._watchdog.run(), "watchdog")
         self.serving.on_versioned = self.rollouts.saw
         self.spawn(self.rollouts.follow(), "rollouts")
@@ -592,7 +592,7 @@ class TierProcess:
         if self._tenants is not None:
             await self._tenants.close()
         if self._stream is not None:
-            await self._stream.log.close()
+            await self._stream.close()
         await self.affinity_store.close()
         if self._store is not None:
             await self._store.close()

@@ -94,7 +94,7 @@ def prose(body: bytes) -> str:
     return "\n".join(_strings(found))
 
 
-WORDED = ("content", "text", "prompt", "input", "query", "document", "arguments", "name")
+WORDED = ("content", "text", "arguments", "name")  # of a message and its parts
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -44,7 +44,19 @@ _KEYS = 16  # places of a key in a body that are looked at; most stand in object
 class Continuation:
     """One stream, as far as it came. Told all events of it, the follower's too."""
 
-    __slots__ = ("_before", "_body", "_chat", "_dead", "_fields", "_id", "_parts", "_size", "_told", "tokens")
+    __slots__ = (
+        "_body",
+        "_chat",
+        "_dead",
+        "_fields",
+        "_follows",
+        "_id",
+        "_parts",
+        "_size",
+        "_told",
+        "before",
+        "tokens",
+    )
 
     def __init__(self, path: str, body: bytes, fields: dict[str, Any]) -> None:
         """See `of`."""
@@ -54,8 +66,9 @@ class Continuation:
         self._size = 0
         self._id = b""
         self._dead = False  # something came that cannot be carried on, or the end
-        self._before = 0  # tokens of the servers before this one
-        self._told = ""  # who follows, which the client is yet to be told
+        self._follows = False  # what comes is of another server than the first one
+        self._told = ""  # who that is, which the client is yet to be told
+        self.before = 0  # tokens of the servers before the one that writes now
         self.tokens = 0
 
     @classmethod
@@ -105,17 +118,12 @@ class Continuation:
                 self.tokens += 1
         usage = chunk.get("usage")
         if isinstance(usage, dict) and isinstance(usage.get("completion_tokens"), int):
-            self.tokens = self._before + usage["completion_tokens"]
+            self.tokens = self.before + usage["completion_tokens"]
 
     @property
     def text(self) -> str:
         """All that was written so far."""
         return "".join(self._parts)
-
-    @property
-    def tokens_before(self) -> int:
-        """Tokens by the servers before the one that writes now."""
-        return self._before
 
     # -- what a follower is asked --------------------------------------------------------------------------------------
 
@@ -152,11 +160,11 @@ class Continuation:
 
     def follows(self, server: str) -> None:
         """Another one begins; its name is shown to the client in a comment."""
-        self._before, self._told = self.tokens, server
+        self._follows, self.before, self._told = True, self.tokens, server
 
     def edited(self, events: bytes) -> bytes:
         """A follower's events as the client is to see them; those of the first server pass as they are."""
-        if not self._before and not self._told:
+        if not self._follows:
             self.saw(events)
             return events
         out = []
@@ -181,7 +189,7 @@ class Continuation:
         if isinstance(delta, dict) and delta.get("role") and not said and not first.get("finish_reason"):
             return b""  # the answer has begun already
         if isinstance(usage, dict):
-            for key, more in (("prompt_tokens", -self._before), ("completion_tokens", self._before)):
+            for key, more in (("prompt_tokens", -self.before), ("completion_tokens", self.before)):
                 if isinstance(usage.get(key), int):
                     usage[key] = max(0, usage[key] + more)
             event = event[: found.start(1)] + msgspec.json.encode(chunk) + event[found.end(1) :]

@@ -8,15 +8,15 @@ nothing counts as one like ourselves.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import msgspec
 import structlog
 
 from common import clock
 from common.balancing import Balancing
 from common.errors import StoreUnavailable
+from common.exchange import Board
 from common.policy.prediction import class_speed
 from common.policy.scaling.demand import Counts, GroupSeen, group_seen
 from common.policy.scaling.desired import Decision, DesiredReplicas, Group, Rules, Seen
@@ -30,8 +30,6 @@ TOLD_S = 10.0  # what a balancer said of its arrivals is believed for so long
 SEEN_BEFORE = 8192  # requests remembered, so that one that is tried again counts once
 
 _Told = dict[str, tuple[float, float, float]]
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Told).decode
 
 
 class Provider(Protocol):
@@ -111,7 +109,7 @@ class Scaler:
         self.models = {name: _Model(name, model) for name, model in config.models.items()}
         self.decided = asyncio.Event()  # set and replaced after each round
         self._balancing = balancing
-        self._store = store
+        self._board = Board[_Told](store, cluster, "arrivals", _Told, TOLD_S)
         self._others = others
         self._waiting = waiting
         self._recent: dict[str, None] = {}
@@ -185,16 +183,11 @@ class Scaler:
         others = sorted(self._others())
         if not others:
             return {}
-        told = {name: model.told() for name, model in self.models.items()}
         try:
-            await self._store.share(self._key(self._balancing.process_id), _encode(told), TOLD_S)
-            found: Sequence[bytes | None] = await self._store.shared([self._key(other) for other in others])
+            await self._board.tell(self._balancing.process_id, {n: model.told() for n, model in self.models.items()})
+            return await self._board.hear(others)
         except StoreUnavailable:
-            found = [None] * len(others)
-        return {other: _read(value) for other, value in zip(others, found, strict=True)}
-
-    def _key(self, balancer: str) -> str:
-        return f"headwater:arrivals:{{{'/'.join(self.cluster)}}}:{balancer}"
+            return dict.fromkeys(others)
 
 
 def rules_of(model: ScaledModel) -> Rules:
@@ -221,13 +214,6 @@ def _belongs(model: str, group: ScaledGroup) -> Callable[[Endpoint], bool]:
         return model in endpoint.offers and group.gpu in ("", endpoint.gpu) and labels <= endpoint.labels
 
     return belongs
-
-
-def _read(value: bytes | None) -> _Told | None:
-    try:
-        return None if value is None else _decode(value)
-    except msgspec.DecodeError:
-        return None  # a balancer of another version
 
 
 def _less(now: tuple[float, float, float], before: tuple[float, float, float]) -> tuple[float, float, float]:

@@ -11,13 +11,14 @@ from fastapi import APIRouter
 from common import backing
 from common.config import TierConfig
 from common.errors import ConfigError
+from common.outbox import Outbox
 from common.policy.window import Span
 from common.store.base import MembershipStore, QuotaStore
 from common.store.memory import MemoryMembershipStore
 from common.tenancy.admin import tenants_router
 from common.tenancy.gate import Gate
 from common.tenancy.sources import FileTenants, StoredTenants
-from common.tenancy.usage import FileWriter, UsageLog
+from common.tenancy.usage import FileWriter
 
 if TYPE_CHECKING:
     from common.tenancy.oidc import Oidc
@@ -104,15 +105,15 @@ def _quota_store(config: TierConfig, span: Span) -> QuotaStore | None:
     return RedisQuotaStore(config.redis.url, budget_ms=config.tenants.budget_ms, span=span)
 
 
-def _usage(config: TierConfig) -> list[UsageLog]:
+def _usage(config: TierConfig) -> list[Outbox]:
     wanted, sinks = config.tenants, []
     if wanted.usage_file:
-        sinks.append(UsageLog(FileWriter(wanted.usage_file)))
+        sinks.append(Outbox(FileWriter(wanted.usage_file)))
     if wanted.usage_stream:
         from common.store.redis_stream import StreamWriter  # noqa: PLC0415 - costs where it is not needed
 
         writer = StreamWriter(config.redis.url, wanted.usage_stream, wanted.usage_stream_entries, field="usage")
-        sinks.append(UsageLog(writer))
+        sinks.append(Outbox(writer))
     return sinks
 
 

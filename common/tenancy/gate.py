@@ -23,6 +23,7 @@ from common import clock
 from common.config import Price
 from common.errors import AccessError, Forbidden, QuotaExceeded, StoreUnavailable, Unauthenticated
 from common.metrics import Counts, Level, Scrape
+from common.outbox import Outbox
 from common.policy.window import Grant, Span
 from common.store.base import QuotaCall, QuotaReply, QuotaStore, WindowCall
 from common.store.memory_quota import MemoryQuotaStore
@@ -30,7 +31,7 @@ from common.tenancy.directory import Directory, Tenant, TenantSpec
 from common.tenancy.keys import Headers, credential, hashed
 from common.tenancy.ledger import LOCAL, Ledger, Refusal, Taken
 from common.tenancy.sources import TenantSource
-from common.tenancy.usage import UsageLog, UsageRecord, cost_micro_usd
+from common.tenancy.usage import UsageRecord, cost_micro_usd
 from common.types import InferenceRequest, Priority
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class Gate:
         without_store: WithoutStore = "local",
         replicas: Callable[[], int] = lambda: 1,
         prices: Mapping[str, Price] | None = None,
-        usage: Sequence[UsageLog] = (),
+        usage: Sequence[Outbox] = (),
         span: Span | None = None,
     ) -> None:
         self.directory: Directory | None = None  # until it was read for the first time

@@ -182,9 +182,7 @@ def _scale(
 
 
 def _regions(study: RegionsStudy, seeds: int, parts: Sequence[Sequence[TraceRow]]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, _FILE_WIDTH)
+    console = _console()
     for seed in range(seeds):
         for rows in parts:
             with _bar() as on_done:

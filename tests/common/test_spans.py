@@ -148,6 +148,14 @@ def test_an_attempt_says_where_it_went_and_how_it_ended() -> None:
     }
 
 
+def test_an_attempt_that_carries_a_stream_on_says_so() -> None:
+    request = full()
+    request.attempts[1].continues = True
+    *_, broken, followed = spans_of(request)
+    assert "headwater.continues" not in broken.attributes
+    assert followed.attributes["headwater.continues"] is True
+
+
 def test_an_attempt_at_a_peer_is_named_after_the_peer() -> None:
     span = spans_of(record(attempts=[attempt(("eu",), peer="eu-7")]))[1]
     assert (span.name, span.attributes["headwater.peer"]) == ("forward to eu-7", "eu-7")

@@ -126,7 +126,7 @@ async def test_they_can_be_kept_in_a_stream_that_stays_short_and_holds_nothing_u
                 assert (await world.chat()).status == 200
 
             async def all_written() -> bool:
-                return world.top._stream is not None and world.top._stream.log.written == 321
+                return world.top._stream is not None and world.top._stream.written == 321
 
             await eventually(all_written, 20.0)
             assert 100 <= await client.xlen("why") <= 210  # Redis trims by blocks of a hundred

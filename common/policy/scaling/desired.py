@@ -7,7 +7,7 @@ What is needed is a rate of requests. It is the largest of
     … plus what it takes to get rid of the backlog that will be there by then, within `drain_s`
 
 and what a replica bears of it follows from its learned speed and the service level (`capacity`). More is asked for at
-once, of the groups where it costs least (`placement`). Less is asked for only when the need has been lower for the
+once, of the groups where it costs least (`covering`). Less is asked for only when the need has been lower for the
 whole cool-down, will stay lower for as long, nobody panics and everybody was heard. Without any demand for `idle_s` the
 floor is left, which may be none; a single request is enough to come up from there.
 

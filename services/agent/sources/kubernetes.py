@@ -6,22 +6,19 @@ watch from there gives the changes, and where that version is no longer known (4
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from os import environ
-from pathlib import Path
 from typing import Final
 
 import httpx
 import msgspec
 
+from common.errors import ConfigError
+from common.kubernetes_api import TIMEOUT_S, ApiServer
 from services.agent.sources.base import MAX_ANSWER_BYTES, Found, Reader, SourceUnavailable, Tell, get
 from services.agent.sources.config import KubernetesSource
 
-TIMEOUT_S: Final = 10.0
-SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 GONE: Final = 410
 
 
@@ -101,39 +98,26 @@ class KubernetesEndpoints:
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
-        url = self.config.api_url
-        if url is None:
-            host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
-            if not host:
-                raise SourceUnavailable("this process is not in a Kubernetes cluster; set api_url")
-            url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-        async with httpx.AsyncClient(
-            base_url=url,
-            verify=self._tls() if url.startswith("https:") else True,
-            params={"labelSelector": f"kubernetes.io/service-name={self.config.service}"},
-            timeout=TIMEOUT_S,
-            trust_env=False,
-        ) as client:
+        labelled = {"labelSelector": f"kubernetes.io/service-name={self.config.service}"}
+        try:
+            made = self._server().client(params=labelled)
+        except ConfigError as error:
+            raise SourceUnavailable(str(error)) from None
+        async with made as client:
             yield client
 
-    def _path(self) -> str:
-        namespace = self.config.namespace or _text(SERVICE_ACCOUNT / "namespace") or "default"
-        return f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+    def _server(self) -> ApiServer:
+        config = self.config
+        return ApiServer(config.api_url or "", config.token_file, config.ca_file, config.namespace)
 
-    def _tls(self) -> ssl.SSLContext:
-        file = Path(self.config.ca_file) if self.config.ca_file else SERVICE_ACCOUNT / "ca.crt"
-        try:
-            return ssl.create_default_context(cafile=str(file) if self.config.ca_file or file.exists() else None)
-        except (OSError, ssl.SSLError) as error:
-            raise SourceUnavailable(f"{file}: {error}") from None
+    def _path(self) -> str:
+        return f"/apis/discovery.k8s.io/v1/namespaces/{self._server().own_namespace}/endpointslices"
 
     def _headers(self) -> dict[str, str]:
-        """The token is read each time, as Kubernetes renews it within the hour."""
-        file = Path(self.config.token_file) if self.config.token_file else SERVICE_ACCOUNT / "token"
-        token = _text(file)
-        if self.config.token_file and not token:
-            raise SourceUnavailable(f"{file}: no token there")
-        return {"authorization": f"Bearer {token}"} if token else {}
+        try:
+            return self._server().headers()
+        except ConfigError as error:
+            raise SourceUnavailable(str(error)) from None
 
     async def _list(self, client: httpx.AsyncClient) -> str:
         """Take what there is; the version it is of."""
@@ -234,11 +218,3 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
                 yield line
         if len(rest) > MAX_ANSWER_BYTES:
             raise SourceUnavailable(f"watch: a line is longer than {MAX_ANSWER_BYTES} bytes")
-
-
-def _text(file: Path) -> str:
-    """What a small file says, "" if there is none."""
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

@@ -114,6 +114,17 @@ def test_what_was_ended_or_is_no_plain_text_is_not_carried_on(events: bytes) -> 
     assert continuation.request() is None
 
 
+def test_a_follower_of_one_that_has_written_nothing_goes_on_under_its_id_as_well() -> None:
+    continuation = of(CHAT, TALK)
+    continuation.edited(ROLE)
+    continuation.follows("eu/eu-a/i2")
+    events = [e.replace(b"chatcmpl-1", b"chatcmpl-2") for e in (ROLE, token("one "), token("two"))]
+    seen = b"".join(continuation.edited(e) for e in events)
+    assert seen == b": continued by eu/eu-a/i2\n\n" + b"".join(
+        e.replace(b'"id": "chatcmpl-2"', b'"id":"chatcmpl-1"') for e in events[1:]
+    )
+
+
 def test_a_followers_events_look_as_if_the_first_server_had_gone_on() -> None:
     continuation = of(CHAT, TALK)
     continuation.edited(ROLE + token("one ") + token("two "))

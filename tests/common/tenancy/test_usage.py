@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 
+from common import outbox
+from common.outbox import Outbox, Writer
 from common.store.redis_stream import StreamWriter
-from common.tenancy import usage
 from common.tenancy.gate import Used
-from common.tenancy.usage import FileWriter, UsageLog, Writer, cost_micro_usd
+from common.tenancy.usage import FileWriter, cost_micro_usd
 from tests.common.tenancy.test_gate import Fixed, PriceOf, admit, gated
 from tests.servers import RedisServer, eventually
 
 
 @asynccontextmanager
-async def logging_to(writer: Writer) -> AsyncIterator[UsageLog]:
-    sink = UsageLog(writer)
+async def logging_to(writer: Writer) -> AsyncIterator[Outbox]:
+    sink = Outbox(writer)
     task = asyncio.create_task(sink.run())
     try:
         yield sink
@@ -43,7 +44,7 @@ def test_the_price_of_a_request() -> None:
 
 async def test_a_record_says_who_used_how_much_and_what_it_costs(tmp_path: Path) -> None:
     file = tmp_path / "usage.jsonl"
-    sink = UsageLog(FileWriter(str(file)))
+    sink = Outbox(FileWriter(str(file)))
     source = Fixed(acme={})
     async with gated(source, prices={"m": PriceOf(2.0, 8.0)}, usage=[sink]) as gate:
         ended = Used(100, 20, 30, 200, "complete", "eu/a/i1", "chat", 1_700_000_000_123_456_789, 1.5)
@@ -90,7 +91,7 @@ async def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path) -> None:
 async def test_records_wait_for_a_disk_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(usage, "RETRY_S", (0.05, 0.05))
+    monkeypatch.setattr(outbox, "RETRY_S", (0.05, 0.05))
     directory = tmp_path / "later"
     async with logging_to(FileWriter(str(directory / "usage.jsonl"))) as sink:
         for n in range(5):
@@ -121,7 +122,7 @@ class Broken:
 async def test_what_is_kept_is_bounded_and_what_is_lost_is_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    sink = UsageLog(Broken(), max_pending=10)
+    sink = Outbox(Broken(), max_pending=10)
     for n in range(25):
         sink.add(b"%d" % n)
     assert (sink.pending, sink.dropped) == (10, 15)
@@ -141,7 +142,7 @@ async def test_records_go_into_a_stream_of_bounded_length(redis_server: RedisSer
 
 
 async def test_records_wait_for_redis(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage, "RETRY_S", (0.05, 0.05))
+    monkeypatch.setattr(outbox, "RETRY_S", (0.05, 0.05))
     async with logging_to(StreamWriter(redis_server.url, "u", 1000, field="usage")) as sink:
         sink.add(b"1")
         await eventually(lambda: sink.written == 1, 20.0)

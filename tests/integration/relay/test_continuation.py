@@ -148,3 +148,15 @@ async def test_a_client_that_leaves_ends_the_follower_as_well(depth: int) -> Non
         await eventually(lambda: sum(len(e.ended("aborted")) for e in world.engines) == 1, GONE_S + 3.0)
         await eventually(world.idle, 5.0)
         assert [r["ending"] for r in await records(world)] == ["client_left"]
+
+
+async def test_a_process_that_leaves_between_two_servers_cuts_the_stream() -> None:
+    silent = REST.but(cut="stall", cut_after=BEFORE_HEAD)
+    async with world_of(DEATHS["rst"], silent, depth=1) as world, await Raw.connect(world.url) as raw:
+        raw.send(streamed())
+        await eventually(lambda: seen(world) == 2, 10.0)
+        await world.chain[0].relay.close(0.1)
+        received = await raw.to_end(5.0)
+        assert b"three" in received
+        assert not received.endswith(b"0\r\n\r\n")
+        assert b"[DONE]" not in received
