@@ -136,10 +136,10 @@ async def test_they_can_be_kept_in_a_stream_that_stays_short_and_holds_nothing_u
             assert last == [200] * 20
             stream = world.top._stream
             assert stream is not None
-            await eventually(lambda: stream.log.pending == 20, 20.0)
+            await eventually(lambda: stream.pending == 20, 20.0)
             await redis.start()
-            await eventually(lambda: stream.log.pending == 0, 30.0)
-            assert stream.log.dropped == 0
+            await eventually(lambda: stream.pending == 0, 30.0)
+            assert stream.dropped == 0
 
 
 async def test_a_stream_needs_redis():
