@@ -1,8 +1,8 @@
 """Balancers of one node tell each other what they have under way, so that none sends where another just did.
 
-Five numbers an endpoint, every 50 ms, through the shared store, expiring with their owner. While nothing is heard of a
-balancer that lives, its traffic is taken to be like ours (`Balancer.replicas`). Twice a second they tell, if there is
-anything to tell, which prompts have taken servers down.
+Six numbers an endpoint, every 30 ms, through the shared store, expiring with their owner. While nothing is heard of a
+balancer that lives, its traffic is taken to be like ours (`Balancer.replicas`). Several times a second they tell where
+prompts went, which a server then has cached, and, if there is anything to tell, which prompts have taken servers down.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import msgspec
 from common import clock
 from common.balancing import Balancing
 from common.errors import StoreUnavailable
+from common.policy.prefix import TELL_S, Prompts
 from common.policy.quarantine import Quarantine, Strike
-from common.policy.server import Sums
+from common.policy.server import Told
 from common.store.base import AffinityStore
 from common.types import Path
 
-INTERVAL_S = 0.05
+INTERVAL_S = 0.03
+PROMPTS_TTL_S = 2.0
 STRIKES_S = 0.5  # between two looks at each other's strikes
 STRIKES_TTL_S = 5.0
 TTL_S = 1.0  # a balancer that told nothing for so long has died, or cannot reach the store
@@ -69,11 +71,13 @@ class Exchange:
         quarantine: Quarantine,
         others: Callable[[], frozenset[str]],
     ) -> None:
-        self._in_flight = Board[dict[str, Sums]](store, node, "in_flight", dict[str, Sums], TTL_S)
+        self._in_flight = Board[dict[str, Told]](store, node, "in_flight", dict[str, Told], TTL_S)
+        self._prompts = Board[Prompts](store, node, "prompts", Prompts, PROMPTS_TTL_S)
         self._strikes = Board[list[Strike]](store, node, "strikes", list[Strike], STRIKES_TTL_S)
         self._node = node
         self._balancing = balancing
         self._quarantine = quarantine
+        self._prompts_at = 0.0
         self._strikes_at = 0.0
         self._told = False  # of strikes, at the last look
         self._others = others
@@ -86,6 +90,7 @@ class Exchange:
             if others:
                 with suppress(StoreUnavailable):  # which it logs itself; balancers that are not heard of are guessed at
                     await self._exchange_loads(others)
+                    await self._exchange_prompts(others)
                     await self._exchange_strikes(others)
 
     async def _exchange_loads(self, others: list[str]) -> None:
@@ -95,9 +100,21 @@ class Exchange:
         await self._in_flight.tell(self._balancing.process_id, balancer.tell(clock.now()))
         found = await self._in_flight.hear(others)
         now = clock.now()
-        for other, sums in found.items():
-            if sums is not None:
-                balancer.hear(other, sums, now)
+        for other, told in found.items():
+            if told is not None:
+                balancer.hear(other, told, now)
+
+    async def _exchange_prompts(self, others: list[str]) -> None:
+        now, balancer = clock.now(), self._balancing.balancers.get(self._node)
+        if balancer is None or now < self._prompts_at + TELL_S:
+            return
+        self._prompts_at = now
+        told = balancer.tell_prompts(now)
+        if told.sent:  # what was told before runs out by itself
+            await self._prompts.tell(self._balancing.process_id, told)
+        for other, prompts in (await self._prompts.hear(others)).items():
+            if prompts is not None:
+                balancer.hear_prompts(other, prompts)
 
     async def _exchange_strikes(self, others: list[str]) -> None:
         now, quarantine = clock.now(), self._quarantine

@@ -15,17 +15,18 @@ from math import exp, inf, log
 from random import Random
 from statistics import median
 
-from common.policy.candidate import FULL_S, NOTHING, Candidate, Full, Limits, PoolFacts
+from common.policy.candidate import FULL_S, Candidate, Full, Limits, PoolFacts
 from common.policy.ewma import DecayingSum
 from common.policy.filters import Filter, residency, serves_model
 from common.policy.health import State
 from common.policy.pickers import Picker
 from common.policy.placement import ADAPTER_LOAD_S, Needs, adapters, having_loaded, kinds_of, memory_gb
 from common.policy.prediction import UNFIT, Terms, alike, class_speed, marginal_cost, prefill_steps
+from common.policy.prefix import Prompts, SentPrompts
 from common.policy.progress import LONGEST_S, NO_SIGNS, Signs
 from common.policy.quote import QUOTE_INSTANCES, class_means
 from common.policy.scorers import Scorer
-from common.policy.server import Server, Sums
+from common.policy.server import Server, Told
 from common.policy.speed import NOISE, SpeedEstimate, off_by
 from common.policy.weights import Coefficients, Weights
 from common.types import (
@@ -171,6 +172,7 @@ class Balancer:
         self._serving: dict[Key, list[Candidate]] = {}  # model -> whoever serves it
         self._qualified: dict[Key, tuple[list[Candidate], tuple[str, ...]]] = {}  # the same, where all are plain
         self._went: OrderedDict[int, str] = OrderedDict()  # last block of a prompt -> where it went
+        self._prompts = SentPrompts()
 
     # -- what is told ------------------------------------------------------------------------------------------------
 
@@ -275,22 +277,42 @@ class Balancer:
         if said.kv_utilization is not None:
             candidate.report = replace(candidate.report or known, kv_utilization=said.kv_utilization)
 
-    def hear(self, replica: str, sums: Mapping[str, Sums], now: float) -> None:
+    def hear(self, replica: str, told: Mapping[str, Told], now: float) -> None:
         """What another balancer of this node has under way, by endpoint: all of it, each time."""
         self._heard_at[replica] = now
         for id_, c in self.candidates.items():
-            if id_ in sums or replica in c.heard:
-                c.heard_of(replica, sums.get(id_, NOTHING), now)
+            c.heard_of(replica, told.get(id_), now)
         self._count_copies(now)
 
-    def tell(self, now: float) -> dict[str, Sums]:
+    def tell(self, now: float) -> dict[str, Told]:
         """What this balancer has under way, for the other ones of its node."""
         self._settle(now)
-        return {id_: c.told_others() for id_, c in self.candidates.items() if c.in_flight}
+        return {id_: told for id_, c in self.candidates.items() if (told := c.tells()) is not None}
+
+    def tell_prompts(self, now: float) -> Prompts:
+        """What this balancer sent of late, for the other ones of its node: there its servers have it cached."""
+        return self._prompts.tell(now)
+
+    def hear_prompts(self, replica: str, told: Prompts) -> None:
+        """Which prompts another balancer of this node sent where; those that were heard before change nothing."""
+        for id_, hashes in self._prompts.news(replica, told):
+            c = self.candidates.get(id_)
+            if c is not None:
+                self._cached(c, hashes)
+
+    def _cached(self, c: Candidate, hashes: tuple[int, ...]) -> None:
+        """It has read a prompt, or is about to."""
+        c.prefix.insert(hashes)
+        if len(self.candidates) > COMPARED:
+            self._went[hashes[-1]] = c.endpoint.id
+            self._went.move_to_end(hashes[-1])
+            if len(self._went) > PROMPTS_REMEMBERED:
+                self._went.popitem(last=False)
 
     def replicas(self, ids: Iterable[str], now: float) -> None:
         """The other balancers of this node that are alive."""
         self._replicas = frozenset(ids)
+        self._prompts.keep(self._replicas)
         for replica in self._heard_at.keys() - self._replicas:
             self._forget(replica, now)
         self._count_copies(now)
@@ -299,7 +321,7 @@ class Balancer:
         del self._heard_at[replica]
         for c in self.candidates.values():
             if replica in c.heard:
-                c.heard_of(replica, NOTHING, now)
+                c.forgets(replica, now)
 
     def _count_copies(self, now: float) -> None:
         """Those that live and tell nothing are taken to send as much as this one does."""
@@ -589,20 +611,14 @@ class Balancer:
         held = self._held[self._next] = _Held(c, server, request, uncached, terms, now)
         server.dispatched(uncached, request.output_tokens, now)
         if request.prefix_hashes:
-            c.prefix.insert(request.prefix_hashes)  # at once: of prompts that come together all but the first find it
-            if len(self.candidates) > COMPARED:
-                self._remember_prompt(request.prefix_hashes[-1], c.endpoint.id)
+            self._cached(c, request.prefix_hashes)  # at once: of prompts that come together all but the first find it
+            if self._replicas:
+                self._prompts.add(c.endpoint.id, request.prefix_hashes, now)
         if c.breaker.state is not State.CLOSED:
             held.trial = c.breaker.picked()
         if not request.stream and request.output_tokens > 0.0 and terms.ttft < inf:
             heappush(self._unseen, (now + terms.ttft, self._next))
         return terms, Reservation(self._next, c.endpoint.id, self.parent)
-
-    def _remember_prompt(self, block: int, id_: str) -> None:
-        self._went[block] = id_
-        self._went.move_to_end(block)
-        if len(self._went) > PROMPTS_REMEMBERED:
-            self._went.popitem(last=False)
 
     def _settle(self, now: float) -> None:
         """Take answers that come in one piece for begun when their first token was due: nobody sees it come."""

@@ -17,7 +17,7 @@ from common.policy.health import Breaker
 from common.policy.prediction import UNFIT, Terms, class_speed, marginal_cost
 from common.policy.prefix import PREFIX_BLOCK_TOKENS, Mirror
 from common.policy.progress import Progress
-from common.policy.server import Server, Sums
+from common.policy.server import Server, Told
 from common.policy.speed import SpeedEstimate
 from common.types import Endpoint, InferenceRequest, LoadReport, Path
 
@@ -118,6 +118,7 @@ class Candidate:
         "full",
         "handicap",
         "heard",
+        "heard_read",
         "in_flight",
         "in_flight_reported",
         "largest",
@@ -143,6 +144,7 @@ class Candidate:
         "sent",
         "server",
         "started_at",
+        "told_read",
         "weight",
     )
 
@@ -179,7 +181,9 @@ class Candidate:
         self.sent: deque[tuple[float, InferenceRequest]] = deque(maxlen=SENT_KEPT)
         self.foreign = Ewma(half_life_s=2.0)
         self.foreign_seen = 0.0
-        self.heard: dict[str, Sums] = {}  # other balancer of this cluster -> what it has under way there
+        self.heard: dict[str, Told] = {}  # other balancer of this cluster -> what it has under way there
+        self.heard_read = 0.0  # prompt tokens that the others had read there
+        self.told_read = 0.0  # of ours, when the others were last told
         self.own: list[Server] = []
         self.estimates: list[SpeedEstimate] = []
         self.endpoint = endpoint
@@ -195,6 +199,7 @@ class Candidate:
         ]
         self.server = self.own[0]
         self.heard = {}
+        self.heard_read = self.told_read = 0.0
         self.prefix = Mirror(sum(s.speed.kv_tokens * s.count for s in self.own))
         self.foreign_seen = 0.0
         self.max_in_flight = self.limits.max_in_flight * max(1, sum(n for _, n in endpoint.fleet))
@@ -378,7 +383,7 @@ class Candidate:
         """Requests on an instance that others sent: reported minus our own, smoothed, as decoding ones of mean size."""
         if report.running is None:
             return
-        ours = self.in_flight * self.server.copies + sum(sums[0] + sums[1] for sums in self.heard.values())
+        ours = self.in_flight * self.server.copies + sum(told[0] + told[1] for told in self.heard.values())
         self.foreign.add(report.running + (report.waiting or 0.0) - ours, now)
         seen = max(0.0, self.foreign.value or 0.0)
         self._add_foreign(-self.foreign_seen, now)
@@ -390,23 +395,41 @@ class Candidate:
             context, rest = requests * FOREIGN_CONTEXT_TOKENS, requests * FOREIGN_REST_TOKENS
             self.server.others((requests, 0.0, 0.0, context, rest), now)
 
-    def heard_of(self, replica: str, sums: Sums, now: float) -> None:
-        """What another balancer of this cluster has under way there, in place of what it said before."""
-        before = self.heard.get(replica, NOTHING)
-        n, w, p, k, r = (new - old for new, old in zip(sums, before, strict=True))
-        self.server.others((n, w, p, k, r), now)
-        if any(sums):
-            self.heard[replica] = sums
-        else:
-            self.heard.pop(replica, None)
+    def heard_of(self, replica: str, told: Told | None, now: float) -> None:
+        """What another balancer of this cluster has under way there, in place of what it said before.
 
-    def told_others(self) -> Sums:
-        """What this balancer itself has under way there, for the others to count."""
+        None: nothing, and nothing was read since.
+        """
+        before = self.heard.get(replica)
+        if told is None:
+            if before is None:
+                return
+            told = (0.0, 0.0, 0.0, 0.0, 0.0, before[5])
+        n, w, p, k, r, read = (
+            new - old for new, old in zip(told, before or (0.0, 0.0, 0.0, 0.0, 0.0, told[5]), strict=True)
+        )
+        self.server.others((n, w, p, k, r), now)
+        read = max(read, 0.0)  # one that began anew counts from zero
+        self.server.others_read(max(p + read, 0.0), read, now)
+        self.heard_read += read
+        self.heard[replica] = told
+
+    def forgets(self, replica: str, now: float) -> None:
+        """Nothing is known any more of what another balancer has under way there."""
+        n, w, p, k, r, _ = self.heard.pop(replica)
+        self.server.others((-n, -w, -p, -k, -r), now)
+
+    def tells(self) -> Told | None:
+        """What this balancer itself has under way there, for the others to count; None: nothing, as they know."""
+        read = self.server.read_tokens - self.heard_read
+        if not self.in_flight and read < self.told_read + 1.0:
+            return None
+        self.told_read = read
         n, w, p, k, r = self.server.sums
-        for sums in self.heard.values():
-            n, w, p, k, r = n - sums[0], w - sums[1], p - sums[2], k - sums[3], r - sums[4]
+        for told in self.heard.values():
+            n, w, p, k, r = n - told[0], w - told[1], p - told[2], k - told[3], r - told[4]
         f = self.foreign_seen
-        return n - f, w, p, k - f * FOREIGN_CONTEXT_TOKENS, r - f * FOREIGN_REST_TOKENS
+        return n - f, w, p, k - f * FOREIGN_CONTEXT_TOKENS, r - f * FOREIGN_REST_TOKENS, read
 
     def went(self, *, failed: bool, now: float) -> None:
         """A request ended well or in failure: failures make a candidate dearer for a while."""
@@ -427,8 +450,5 @@ class Candidate:
         for server in self.own:
             server.emptied(now)
         self._add_foreign(self.foreign_seen, now)
-        for sums in self.heard.values():
-            self.server.others(sums, now)
-
-
-NOTHING: Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        for told in self.heard.values():
+            self.server.others(told[:5], now)

@@ -1,17 +1,23 @@
 """Which prompt blocks a server still has in its KV memory: least recently used hashes, bounded.
 
 A block is PREFIX_BLOCK_TOKENS of prompt, its hash covers all before it, so a block counts only if all before it are
-there. A balancer keeps one such mirror an endpoint, of what it sent there; the simulated server keeps the real one.
+there. A balancer keeps one such mirror an endpoint, of what it and the other balancers of its node sent there; the
+simulated server keeps the real one.
 Source: automatic prefix caching as in vLLM and SGLang's RadixAttention (arXiv 2312.07104).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from itertools import islice
+from typing import NamedTuple
 
 PREFIX_BLOCK_TOKENS = 512  # about 2,048 bytes of English; the unit of the public traces' `hash_ids_512`
 CACHED_SHARE = 0.9  # of KV memory that finished prompts may linger in
 SHRINK, GROW = 0.9, 1.01  # of a mirror's capacity, when a server had less than the mirror, or as much
+TELL_S = 0.1  # between two times that balancers tell each other where prompts went
+TOLD_S = 0.5  # a prompt is told to other balancers for so long: they listen more often, and may miss a few times
+TOLD_BLOCKS = 8192  # of all prompts that are told at a time; of more the oldest are left out
 
 
 class PrefixCache:
@@ -76,3 +82,51 @@ class Mirror(PrefixCache):
             self.capacity = min(self._largest, int(self.capacity * GROW) + 1)
         while len(self._blocks) > self.capacity:
             self._blocks.popitem(last=False)
+
+
+class Prompts(NamedTuple):
+    """Prompts that one balancer sent of late, the oldest first: (endpoint, block hashes) each."""
+
+    first: int  # number of the first of them, among all that it ever sent
+    sent: list[tuple[str, tuple[int, ...]]]
+
+
+class SentPrompts:
+    """What one balancer tells others of the prompts it sent, and how far it has heard each of them. Bounded."""
+
+    __slots__ = ("_blocks", "_heard", "_next", "_sent")
+
+    def __init__(self) -> None:
+        self._sent: deque[tuple[float, str, tuple[int, ...]]] = deque()
+        self._blocks = 0  # in `_sent`
+        self._next = 0  # number of the next prompt
+        self._heard: dict[str, int] = {}  # balancer -> number of its next prompt
+
+    def add(self, endpoint: str, hashes: tuple[int, ...], now: float) -> None:
+        """One was sent; `hashes` are its blocks'."""
+        self._sent.append((now, endpoint, hashes))
+        self._blocks += len(hashes)
+        self._next += 1
+        while self._blocks > TOLD_BLOCKS:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._blocks -= len(self._sent.popleft()[2])
+
+    def tell(self, now: float) -> Prompts:
+        """Those of the last TOLD_S."""
+        while self._sent and self._sent[0][0] < now - TOLD_S:
+            self._drop()
+        return Prompts(self._next - len(self._sent), [(endpoint, hashes) for _, endpoint, hashes in self._sent])
+
+    def news(self, balancer: str, told: Prompts) -> list[tuple[str, tuple[int, ...]]]:
+        """What another one tells for the first time. One whose numbers went back has begun anew."""
+        end = told.first + len(told.sent)
+        known = self._heard.get(balancer, 0)
+        self._heard[balancer] = end
+        return list(islice(told.sent, max(0, known - told.first) if known <= end else 0, None))
+
+    def keep(self, balancers: frozenset[str]) -> None:
+        """Forget what was heard of all others."""
+        for gone in self._heard.keys() - balancers:
+            del self._heard[gone]

@@ -18,7 +18,10 @@ BACKLOG_WEIGHT = 10.0  # of the work already there, among like servers
 
 
 Sums = tuple[float, float, float, float, float]
-"""n, w, P, K, R: what balancers of one cluster tell each other of an instance."""
+"""n, w, P, K, R of what one balancer has under way on a server."""
+
+Told = tuple[float, float, float, float, float, float]
+"""What balancers of one cluster tell each other of an instance: its sums, and prompt tokens read so far, which grow."""
 
 
 class Costs(NamedTuple):
@@ -163,9 +166,13 @@ class Server:
         self.w += per
         self.p += prompt * per
         self.r += output * per
-        self._share = self.prefill_share(now) + prompt * per / (self.speed.prefill_tokens_per_s * SHARE_S)
-        self._share_at = now
+        self._reads(prompt * per, now)
         self._costs = self._plain = self._alike = None
+
+    def _reads(self, prompt: float, now: float) -> None:
+        """So many prompt tokens are to be read: φ grows by the time that takes."""
+        self._share = self.prefill_share(now) + prompt / (self.speed.prefill_tokens_per_s * SHARE_S)
+        self._share_at = now
 
     def first_token(self, prompt: float, context: float, read: float, now: float) -> None:
         """Its first token came: `context` tokens are resident, and its prompt took as long as `read` short ones."""
@@ -198,6 +205,14 @@ class Server:
         self.n, self.w, self.p = self.n + n, self.w + w, self.p + p
         self.k, self.r = self.k + k, self.r + r
         self._costs = self._plain = self._alike = None
+
+    def others_read(self, sent: float, read: float, now: float) -> None:
+        """So many more prompt tokens were sent there by others, and so many read, each counted as long as it took.
+
+        Both slow down what decodes there, which says nothing of how fast it decodes.
+        """
+        self._reads(sent, now)
+        self.read_tokens += read
 
     def copied(self, copies: float) -> None:
         """So many balancers send here, this one among them, and none tells: each counts its own so many times."""

@@ -129,6 +129,8 @@ class ReportServer:
                 if subscriber.silent:
                     await context.write(load_pb2.LoadReport())
                 await subscriber.pause()
+        except grpc.aio.InternalError:
+            pass  # it left while it was being told; gRPC has cancelled the stream, or is about to
         finally:
             self._subscribers.discard(subscriber)
             log.info("report_subscriber_left", subscriber=request.subscriber, peer=context.peer())

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 from common.policy.admission import RetryBudget
 from common.policy.balancer import Balancer, Policy
 from common.policy.candidate import Limits
-from common.policy.server import Sums
+from common.policy.prefix import Prompts
+from common.policy.server import Told
 from common.policy.stages import Route, descend
 from common.sim.instance import Caller, End, Instance
 from common.sim.lengths import Lengths
@@ -142,11 +143,17 @@ class Node:
         if balancer is not None:
             balancer.report(report, self.loop.now)
 
-    def hear(self, parent: Path, replica: str, sums: Mapping[str, Sums]) -> None:
+    def hear(self, parent: Path, replica: str, told: Mapping[str, Told]) -> None:
         """What another balancer of the pool `parent` has under way."""
         balancer = self.balancers.get(parent)
         if balancer is not None:
-            balancer.hear(replica, sums, self.loop.now)
+            balancer.hear(replica, told, self.loop.now)
+
+    def hear_prompts(self, parent: Path, replica: str, told: Prompts) -> None:
+        """Where another balancer of the pool `parent` sent prompts of late."""
+        balancer = self.balancers.get(parent)
+        if balancer is not None:
+            balancer.hear_prompts(replica, told)
 
     def round_trip(self, path: Path, seconds: float) -> None:
         """A measured round trip to an endpoint."""

@@ -17,6 +17,7 @@ from random import Random
 
 from common.policy.balancer import Policy
 from common.policy.candidate import Limits
+from common.policy.prefix import TELL_S
 from common.sim.checkers import Checker
 from common.sim.faults import Fault
 from common.sim.fleet import Machine, machine, singles
@@ -237,16 +238,25 @@ class World:
             node.balancers[parent].replicas((other.id for other in nodes if other is not node), self.loop.now)
 
     def start_exchange(self, parent: Path, interval_s: float) -> None:
-        """Replicas that balance the pool `parent` tell each other what each has under way on every endpoint."""
+        """Replicas that balance the pool `parent` tell each other what each has under way and where prompts went."""
+        delay_s, nodes = self.network.exchange_delay_s, self._knows[parent]
 
-        def exchange() -> None:
-            for teller in self._knows[parent]:
+        def loads() -> None:
+            for teller in nodes:
                 sums = teller.balancers[parent].tell(self.loop.now)
-                for node in self._knows[parent]:
+                for node in nodes:
                     if node is not teller:
-                        self.loop.after(self.network.exchange_delay_s, node.hear, parent, teller.id, sums)
+                        self.loop.after(delay_s, node.hear, parent, teller.id, sums)
 
-        self.loop.every(interval_s, exchange, first_s=self.loop.now + interval_s)
+        def prompts() -> None:
+            for teller in nodes:
+                told = teller.balancers[parent].tell_prompts(self.loop.now)
+                for node in nodes if told.sent else ():
+                    if node is not teller:
+                        self.loop.after(delay_s, node.hear_prompts, parent, teller.id, told)
+
+        for every_s, tell in ((interval_s, loads), (max(interval_s, TELL_S), prompts)):
+            self.loop.every(every_s, tell, first_s=self.loop.now + every_s)
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from random import Random
 
 from common import clock
@@ -42,6 +43,23 @@ async def test_two_balancers_see_what_the_other_has_under_way_and_forget_it_when
     other.balancers[NODE].replicas([], 0.0)
     assert seen.server.w == 0
     tasks[1].cancel()
+
+
+async def test_where_a_prompt_went_is_known_to_the_other_balancer() -> None:
+    store = MemoryAffinityStore()
+    one, other = balancing("one"), balancing("other")
+    for made, others in ((one, "other"), (other, "one")):
+        made.balancers[NODE].replicas([others], 0.0)
+    tasks = [
+        asyncio.create_task(Exchange(store, NODE, made, Quarantine(0.0), lambda name=name: frozenset({name})).run())
+        for made, name in ((one, "other"), (other, "one"))
+    ]
+    hashes = (2**64 - 1, 3)
+    assert isinstance(one.balancers[NODE].pick(replace(REQUEST, prefix_hashes=hashes), clock.now(), Random(2)), Pick)
+    caches = [c.prefix for c in other.balancers[NODE].candidates.values()]
+    await eventually(lambda: [cache.held(hashes) for cache in caches] in ([2, 0], [0, 2]), 10.0)
+    for task in tasks:
+        task.cancel()
 
 
 async def test_alone_nothing_is_told() -> None:

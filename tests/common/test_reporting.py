@@ -419,6 +419,21 @@ async def test_a_failing_consumer_keeps_its_stream(server: ReportServer) -> None
     await client.close()
 
 
+async def test_a_subscriber_that_leaves_while_it_is_told_ends_its_stream_and_nothing_else(server: ReportServer) -> None:
+    """gRPC's race between a write and a reset connection cannot be had on demand: this raises what it raises then."""
+
+    class Left:
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:1"
+
+        async def write(self, message: load_pb2.LoadReport) -> None:
+            raise grpc.aio.InternalError('Failed "execute_batch"')
+
+    server.offer("a", lambda now: LoadReport("a"))
+    await server.serve(load_pb2.WatchRequest(), Left())  # type: ignore[arg-type]
+    assert server.subscribers == 0
+
+
 async def test_subscribers_are_bounded(heard: Listener) -> None:
     server = ReportServer(max_subscribers=1)
     port = await server.start("127.0.0.1:0")

@@ -76,8 +76,17 @@ def test_like_servers() -> None:
 
 def test_four_balancers() -> None:
     one = found("azure2023_conv", "mixed16", 0.85, (OURS, SLO, WLC, LC, WRR))[SLO].goodput
-    exchange = found("azure2023_conv", "mixed16", 0.85, (SLO,), replicas=4, network=Network(exchange_s=0.05))
+    exchange = found("azure2023_conv", "mixed16", 0.85, (SLO,), replicas=4, network=Network(exchange_s=0.03))
     assert exchange[SLO].goodput > one - 0.01  # row 10
+
+
+def test_four_balancers_find_what_any_of_them_had_cached() -> None:
+    cached = {"prefix_fraction": 0.9, "network": Network(exchange_s=0.03)}
+    one = found("mooncake_conversation", "ha8", 0.75, (OURS,), **cached)[OURS]
+    four = found("mooncake_conversation", "ha8", 0.75, (OURS,), replicas=4, **cached)[OURS]
+    assert one.prefix_hit_rate > 0.15
+    assert four.prefix_hit_rate > 0.93 * one.prefix_hit_rate
+    assert ratio(four, one) > 0.93
 
 
 def test_wrong_lengths_and_unknown_speeds() -> None:

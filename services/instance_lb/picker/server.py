@@ -108,6 +108,8 @@ class PickerServer:
                 if message is grpc.aio.EOF or message.observability_mode:  # which takes no answers
                     break
                 await stream.on(message)
+        except grpc.aio.InternalError:
+            pass  # the gateway left while it was being told; what was under way is given up below
         finally:
             self.open -= 1
             await stream.end()

@@ -22,7 +22,7 @@ from common.policy.candidate import (
 )
 from common.policy.pickers import TIE_BAND
 from common.policy.prediction import CLASS_SPEED, class_speed, marginal_cost
-from common.policy.prefix import PREFIX_BLOCK_TOKENS
+from common.policy.prefix import PREFIX_BLOCK_TOKENS, TOLD_BLOCKS, TOLD_S, Prompts
 from common.policy.quote import QUOTE_INSTANCES, class_means
 from common.policy.server import Server
 from common.policy.stages import least_connections, predicted_completion, round_robin
@@ -1119,6 +1119,70 @@ def test_what_is_heard_survives_an_idle_moment_of_our_own() -> None:
     other.hear("one", one.tell(1.0), 1.0)
     done(other, picked(other, now=1.0, exclude=("b",)), 1.5)
     assert sums(other.candidates["a"])[1] == 4
+
+
+def test_prompts_that_another_balancer_sent_are_cached_where_it_sent_them() -> None:
+    one, other = two_balancers()
+    blocks = tuple(range(20))
+    picked(one, ask(input_tokens=10_240, prefix_hashes=blocks), exclude=("a",))
+    told = one.tell_prompts(0.1)
+    assert told == (0, [("b", blocks)])
+    other.hear_prompts("one", told)
+    assert picked(other, ask(input_tokens=10_752, prefix_hashes=(*blocks, 20)), 0.2).endpoint.id == "b"
+    assert [id_ for id_, _ in other.tell_prompts(0.2).sent] == ["b"]  # its own, and not what it heard
+    assert one.tell_prompts(TOLD_S + 0.01).sent == []
+
+
+def test_a_prompt_is_heard_once_and_again_from_a_balancer_that_began_anew() -> None:
+    one, other = two_balancers()
+    mirror = other.candidates["b"].prefix
+    for n in range(3):
+        picked(one, ask(prefix_hashes=(n,)), exclude=("a",))
+        other.hear_prompts("one", one.tell_prompts(0.0))
+        assert list(mirror._blocks) == list(range(n + 1))
+        mirror.insert((0,))  # used here since: what is told again does not make the others newer than it
+        other.hear_prompts("one", one.tell_prompts(0.0))
+        assert next(reversed(mirror._blocks)) == 0
+        mirror._blocks.clear()
+        mirror.insert(tuple(range(n, -1, -1)))
+    other.hear_prompts("one", Prompts(0, [("b", (9,)), ("gone", (8,))]))
+    assert 9 in mirror
+    other.replicas([], 1.0)
+    assert not other._prompts._heard
+
+
+def test_what_is_told_of_prompts_is_bounded_and_nothing_is_kept_alone() -> None:
+    alone = balancer_of(instance("a"))
+    picked(alone, ask(prefix_hashes=(1,)))
+    assert alone.tell_prompts(0.0).sent == []
+    one, other = two_balancers()
+    for n in range(12):
+        picked(one, ask(prefix_hashes=tuple(range(1000 * n, 1000 * n + 1000))))
+    told = one.tell_prompts(0.0)
+    assert sum(len(hashes) for _, hashes in told.sent) <= TOLD_BLOCKS
+    assert told.first + len(told.sent) == 12
+    other.hear_prompts("one", told)
+    assert sum(11_999 in c.prefix or 11_000 in c.prefix for c in other.candidates.values()) == 1
+
+
+def test_prompts_of_others_do_not_make_a_server_look_slow_at_decoding() -> None:
+    """Two balancers share a server; one sends it long prompts, the other sees its streams pause meanwhile."""
+    one, other = (balancer_of(instance("a", capacity=ROUND)) for _ in range(2))
+    for mine, theirs in ((one, "other"), (other, "one")):
+        mine.replicas([theirs], 0.0)
+    now = 0.0
+    for _ in range(60):
+        stream = picked(other, ask(input_tokens=100, output_tokens=100.0), now)
+        other.first_token(stream.reservation, now + 0.02)
+        long = picked(one, ask(input_tokens=5_000), now + 0.05)
+        other.hear("one", one.tell(now + 0.05), now + 0.05)
+        one.first_token(long.reservation, now + 0.6)
+        done(one, long, now + 1.0)
+        other.hear("one", one.tell(now + 0.6), now + 0.6)
+        now += 2.0
+        done(other, stream, now - 0.4, Outcome.SUCCESS, output_tokens=100.0)  # 100 steps of 10 ms, and the reading
+        other.hear("one", one.tell(now), now)
+    assert other.candidates["a"].estimates[0].speed.alpha_s < 1.15 * ROUND.alpha_s
 
 
 # -- newcomers, failures, prefixes -----------------------------------------------------------------------------------
