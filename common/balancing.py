@@ -253,6 +253,11 @@ class Balancing:
         candidate = balancer.candidates.get(path[-1]) if balancer is not None else None
         return candidate.in_flight if candidate is not None else 0
 
+    def remaining_s(self, path: Path) -> float:
+        """Seconds until what this process has under way there is predicted to end; 0: nothing that it predicts."""
+        balancer = self.balancers.get(path[:-1])
+        return balancer.remaining_s(path[-1], clock.now()) if balancer is not None else 0.0
+
     def models(self) -> frozenset[str]:
         """All models that some instance serves now."""
         found: set[str] = set()

@@ -40,7 +40,10 @@ class DrainRequest(BaseModel):
 
 
 class DrainReply(BaseModel):
-    """One mark. `in_flight`: requests still under way there; `exists`: whether membership has it at present."""
+    """One mark. `exists`: whether membership has it at present.
+
+    `in_flight`: requests still under way there, `remaining_s`: predicted seconds until the last of them has ended.
+    """
 
     path: str
     reason: str
@@ -48,29 +51,30 @@ class DrainReply(BaseModel):
     since: str
     exists: bool
     in_flight: int
+    remaining_s: float = 0.0
 
 
 def drain_router(membership: Membership, balancing: Balancing, peers: Peers) -> APIRouter:
     """The routes. `peers` asks all other balancers."""
     router = APIRouter(prefix="/admin/v1/drains", tags=["drains"])
 
-    def shown(drain: Drain, elsewhere: int = 0) -> DrainReply:
+    def shown(drain: Drain, elsewhere: tuple[int, float] = (0, 0.0)) -> DrainReply:
         path = "/".join(drain.path)
-        in_flight = balancing.under_way(drain.path) + elsewhere
         return DrainReply(
             path=path,
             reason=drain.reason,
             by=drain.by,
             since=drain.since,
             exists=_exists(membership, drain.path),
-            in_flight=in_flight,
+            in_flight=balancing.under_way(drain.path) + elsewhere[0],
+            remaining_s=round(max(balancing.remaining_s(drain.path), elsewhere[1]), 3),
         )
 
     @router.get("")
     async def drains(everywhere: bool = False) -> list[DrainReply]:
         """All marks; with `everywhere`, what is under way there as all tiers together see it."""
         counts = await _elsewhere(peers) if everywhere else {}
-        return [shown(drain, counts.get("/".join(drain.path), 0)) for drain in membership.drains]
+        return [shown(drain, counts.get("/".join(drain.path), (0, 0.0))) for drain in membership.drains]
 
     @router.post("", responses={404: {}, 409: {}, 503: {}})
     async def drain(request: DrainRequest) -> DrainReply:
@@ -127,14 +131,18 @@ def _named(membership: Membership, id_: str, marked: Set[Path]) -> Path:
     raise HTTPException(404, f"there is no region, cluster or instance {id_!r}")
 
 
-async def _elsewhere(peers: Peers) -> dict[str, int]:
-    """What all other tiers have under way at what is drained, by path; one that does not answer counts as none."""
-    counts: dict[str, int] = {}
+async def _elsewhere(peers: Peers) -> dict[str, tuple[int, float]]:
+    """What all other tiers have under way at what is drained, and for how long yet, by path.
+
+    One that does not answer counts as none.
+    """
+    counts: dict[str, tuple[int, float]] = {}
     for content in await peers.get("/admin/v1/drains"):
         try:
             replies = [DrainReply.model_validate(one) for one in msgspec.json.decode(content)]
         except (msgspec.DecodeError, ValueError, TypeError):
             continue
         for one in replies:
-            counts[one.path] = counts.get(one.path, 0) + one.in_flight
+            in_flight, remaining_s = counts.get(one.path, (0, 0.0))
+            counts[one.path] = in_flight + one.in_flight, max(remaining_s, one.remaining_s)
     return counts

@@ -871,6 +871,15 @@ class Balancer:
         """Reservations held."""
         return len(self._held) + len(self._passed)
 
+    def remaining_s(self, id_: str, now: float) -> float:
+        """Seconds until the last of what is under way from here at an endpoint is predicted to end; 0: nothing is.
+
+        What is late by so many seconds is taken to need as many more. Requests that are only counted (a node's only
+        child) are not predicted here, but by the tier below.
+        """
+        ends = [_ends_at(held) for held in self._held.values() if held.candidate.endpoint.id == id_]
+        return max((min(abs(end - now), LONGEST_S) for end in ends), default=0.0)
+
     def quote(self, now: float) -> tuple[ServerLoad, ...]:
         """The servers below this pool that take work, each with what is under way on it."""
         self._settle(now)
@@ -938,6 +947,12 @@ def _due(held: _Held) -> tuple[float, float]:
         return held.first_at, held.server.p / held.server.speed.prefill_tokens_per_s
     silence = held.terms.ttft + (0.0 if held.stream else held.terms.decode)
     return held.at, silence if silence < inf else LONGEST_S
+
+
+def _ends_at(held: _Held) -> float:
+    """When a request was predicted to end, as of its first token or else of its choice."""
+    first_at = held.first_at if held.first_at is not None else held.at + held.terms.ttft
+    return first_at + held.terms.decode
 
 
 NAMED = 16  # of those a filter removed, so many are named

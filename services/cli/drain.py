@@ -60,9 +60,14 @@ def _call(method: str, url: str, **options: Any) -> Any:
 
 def _wait(url: str, path: str, seconds: float) -> None:
     until = clock.now() + seconds
+    told = False
     while True:
         marks = _call("GET", url, params={"everywhere": True})
-        left = next((mark["in_flight"] for mark in marks if mark["path"] == path), None)
+        mark = next((mark for mark in marks if mark["path"] == path), None)
+        left = None if mark is None else mark["in_flight"]
+        if mark is not None and left and not told:
+            typer.echo(_under_way(mark))
+            told = True
         if left == 0:
             typer.echo("nothing is under way there any more")
             return
@@ -79,7 +84,13 @@ def _list(marks: list[dict[str, Any]]) -> None:
         by = f" by {mark['by']}" if mark["by"] else ""
         why = f": {mark['reason']}" if mark["reason"] else ""
         gone = "" if mark["exists"] else ", not registered at present"
-        typer.echo(f"{mark['path']}  since {mark['since']}{by}, {mark['in_flight']} under way{gone}{why}")
+        typer.echo(f"{mark['path']}  since {mark['since']}{by}, {_under_way(mark)}{gone}{why}")
+
+
+def _under_way(mark: dict[str, Any]) -> str:
+    left_s = mark.get("remaining_s", 0.0)  # which an older balancer does not tell
+    predicted = f", predicted to end in {left_s:.0f} s" if left_s >= 1.0 else ""
+    return f"{mark['in_flight']} under way{predicted}"
 
 
 def _user() -> str:

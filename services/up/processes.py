@@ -79,12 +79,16 @@ class ProcessGroup:
             for _ in range(replicas - len(staying) - self._starting):
                 self._starting += 1
                 self._spawn(self._start())
-        for replica in sorted(staying, key=self._under_way)[: max(0, len(staying) - replicas)]:
+        for replica in sorted(staying, key=self._left)[: max(0, len(staying) - replicas)]:
             replica.leaving = True
             self._spawn(self._leave(replica))
 
     def _under_way(self, replica: _Replica) -> int:
         return self._tier.balancing.under_way(self._path(replica))
+
+    def _left(self, replica: _Replica) -> tuple[float, int]:
+        """What orders replicas by how soon each is predicted to be done with its work."""
+        return self._tier.balancing.remaining_s(self._path(replica)), self._under_way(replica)
 
     def _path(self, replica: _Replica) -> Path:
         return (*self._cluster, self._id(replica))

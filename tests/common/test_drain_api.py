@@ -21,6 +21,7 @@ from tests.common.membership.test_membership import instance, running, settled
 
 A: Path = ("eu", "a")
 URL = "/admin/v1/drains"
+LONG = InferenceRequest("0" * 32, "m", input_tokens=400, output_tokens=1000.0)
 
 
 class World:
@@ -52,11 +53,14 @@ async def world() -> AsyncIterator[World]:
 
 
 async def test_a_place_is_drained_listed_and_given_back(world: World) -> None:
-    route = world.balancing.route(InferenceRequest("0" * 32, "m"), A, frozenset())
+    route = world.balancing.route(LONG, A, frozenset())
     assert isinstance(route, Route)
     id_ = "/".join(route.target)
     said = (await world.post(id=id_, reason="new driver", by="anna")).json()
     assert (said["path"], said["reason"], said["by"], said["in_flight"]) == (id_, "new driver", "anna", 1)
+    predicted_s = route.hops[-1].pick.predicted_total_s
+    assert predicted_s is not None
+    assert 0.5 * predicted_s < said["remaining_s"] <= predicted_s
     await settled(lambda: world.endpoint(*route.target).phase is Phase.DRAINING)
     for _ in range(4):
         other = world.balancing.route(InferenceRequest("0" * 32, "m"), A, frozenset())
@@ -65,7 +69,7 @@ async def test_a_place_is_drained_listed_and_given_back(world: World) -> None:
         world.balancing.release(other, Outcome.SUCCESS)
     world.balancing.release(route, Outcome.SUCCESS)
     (listed,) = (await world.client.get(URL)).json()
-    assert listed == said | {"in_flight": 0}
+    assert listed == said | {"in_flight": 0, "remaining_s": 0.0}
     assert listed["since"].endswith("+00:00")
     assert (await world.client.delete(f"{URL}/{id_}")).status_code == 200
     await settled(lambda: world.endpoint(*route.target).phase is Phase.SERVING)

@@ -1185,6 +1185,21 @@ def test_prompts_of_others_do_not_make_a_server_look_slow_at_decoding() -> None:
     assert other.candidates["a"].estimates[0].speed.alpha_s < 1.15 * ROUND.alpha_s
 
 
+def test_what_is_under_way_is_predicted_to_end_and_what_is_late_to_take_as_long_again() -> None:
+    balancer = balancer_of(instance("a", capacity=ROUND), instance("b", capacity=ROUND))
+    assert balancer.remaining_s("a", 0.0) == 0.0
+    short, long = (picked(balancer, ask(output_tokens=o), exclude=("b",)) for o in (100.0, 1000.0))
+    assert balancer.remaining_s("a", 0.0) == pytest.approx(long.predicted_total_s)
+    assert balancer.remaining_s("b", 0.0) == 0.0
+    balancer.first_token(long.reservation, 5.0)  # later than predicted: so is its end
+    ends = 5.0 + (long.predicted_total_s or 0.0) - (long.predicted_ttft_s or 0.0)
+    assert balancer.remaining_s("a", 5.0) == pytest.approx(ends - 5.0)
+    assert balancer.remaining_s("a", ends + 3.0) >= 3.0
+    for pick in (short, long):
+        done(balancer, pick, ends + 3.0)
+    assert balancer.remaining_s("a", ends + 3.0) == 0.0
+
+
 # -- newcomers, failures, prefixes -----------------------------------------------------------------------------------
 
 
