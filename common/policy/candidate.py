@@ -38,6 +38,8 @@ FULL_STEP = 0.25  # by how much a success raises what a full endpoint is given: 
 FULL_PAUSE_S = (0.1, 1.0)  # first and longest pause of an endpoint that refuses although it has nothing of ours
 FULL_S = 5.0  # without a refusal for so long it is full no more
 SAFE_SHARE = 0.9  # of a size that was too large is believed to fit: sizes are estimates
+SAFE_FREE = 4.0  # free memory may change the size that is believed to fit by so many times, either way
+FREE_S = 10.0  # half-life of the mean of free memory: a large request itself takes some
 SAFE_DOUBLES_S = 600.0  # a size that was too large is taken for half as large as it may be after this
 FOREIGN_LEAST = 0.5  # below half a request it is the delay of the report
 
@@ -115,6 +117,7 @@ class Candidate:
         "failing_at",
         "foreign",
         "foreign_seen",
+        "free_bytes",
         "full",
         "handicap",
         "heard",
@@ -141,6 +144,7 @@ class Candidate:
         "round_trip",
         "safe",
         "safe_at",
+        "safe_free_bytes",
         "sent",
         "server",
         "started_at",
@@ -163,6 +167,8 @@ class Candidate:
         self.progress = Progress()
         self.safe = inf  # tokens of the largest request that is believed to fit its memory
         self.safe_at = 0.0
+        self.free_bytes = Ewma(FREE_S)  # of its GPUs' memory, as reported
+        self.safe_free_bytes: float | None = None  # the same when it ran out
         self.largest = 0.0  # tokens of the largest request it answered
         self.round_trip = Ewma(half_life_s=30.0)
         self.report: LoadReport | None = None
@@ -337,10 +343,15 @@ class Candidate:
     # -- its memory ----------------------------------------------------------------------------------------------
 
     def safe_tokens(self, now: float) -> float:
-        """Requests of fewer tokens are believed to fit; what was learned is doubted more and more."""
+        """Requests of fewer tokens are believed to fit; what was learned is doubted more and more.
+
+        It goes with the memory that is free on its GPUs: who else takes some there leaves less, and who leaves, more.
+        """
         if self.safe == inf:
             return inf
         tokens: float = self.safe * 2.0 ** ((now - self.safe_at) / SAFE_DOUBLES_S)
+        if self.safe_free_bytes and self.free_bytes.value is not None:
+            tokens *= min(max(self.free_bytes.value / self.safe_free_bytes, 1.0 / SAFE_FREE), SAFE_FREE)
         if tokens > self.server.speed.kv_tokens:
             self.safe = inf
             return inf
@@ -355,6 +366,7 @@ class Candidate:
     def ran_out(self, tokens: float, now: float) -> None:
         """A request of this size exhausted its memory."""
         self.safe, self.safe_at = min(SAFE_SHARE * tokens, self.safe_tokens(now)), now
+        self.safe_free_bytes = self.free_bytes.value
 
     # -- what it is told ---------------------------------------------------------------------------------------------
 
@@ -364,6 +376,8 @@ class Candidate:
         self.in_flight_reported = self.in_flight
         if self.depth == 2:
             self.progress.told(report, self.report_at)
+            if report.gpu_memory_free_bytes is not None:
+                self.free_bytes.add(float(report.gpu_memory_free_bytes), now)
             if report.running is not None:
                 self.breaker.may_be_back(now)
             self._count_foreign(report, now)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from math import inf
 from random import Random
 
+import pytest
+
 from common.policy.balancer import Balancer
 from common.policy.quarantine import REMEMBERED, SUSPECTED_S, TOLD, Quarantine, Strike
-from common.types import Outcome, Pick
+from common.types import LoadReport, Outcome, Pick
 from tests.common.policy.build import ask, balancer_of, instance, picked
 
 
@@ -75,6 +77,26 @@ def test_what_was_learned_of_memory_is_doubted_and_forgotten() -> None:
     balancer.ran_out("small", big, 1e5, certain=True)
     candidate.fitted(9000.0)
     assert candidate.safe_tokens(1e5) == inf
+
+
+def test_the_size_that_fits_goes_with_the_memory_that_is_free() -> None:
+    balancer = pair()
+    candidate = balancer.candidates["small"]
+
+    def free(gigabytes: int, now: float) -> None:
+        for n in range(100):
+            at = now + 0.2 * n
+            balancer.report(LoadReport("small", running=0.0, gpu_memory_free_bytes=gigabytes * 10**9), at)
+
+    free(8, 0.0)
+    balancer.ran_out("small", ask(input_tokens=8000), 20.0, certain=True)
+    at_failure = candidate.safe_tokens(20.0)
+    free(4, 20.0)  # somebody else took half of it
+    assert candidate.safe_tokens(20.0) == pytest.approx(0.5 * at_failure, rel=0.01)
+    free(16, 40.0)
+    assert candidate.safe_tokens(20.0) == pytest.approx(2.0 * at_failure, rel=0.01)
+    free(0, 60.0)
+    assert candidate.safe_tokens(20.0) == pytest.approx(0.25 * at_failure)  # what is left may still do
 
 
 def test_a_death_says_nothing_of_sizes_that_were_answered_before() -> None:
