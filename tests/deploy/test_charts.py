@@ -257,6 +257,17 @@ def test_the_admin_port_is_not_with_the_clients(helm: Render, chart: str) -> Non
             assert [p["port"] for p in rule["ports"]] == ["http"]
 
 
+@pytest.mark.parametrize("chart", TIERS)
+@pytest.mark.parametrize("tls", [True, False])
+def test_the_admin_port_is_asked_as_it_speaks(helm: Render, chart: str, *, tls: bool) -> None:
+    monitored = {"serviceMonitor": {"enabled": True}, "config": {"tls": {"admin": tls}}}
+    resources = helm(chart, ETCD, VALUES[chart], monitored)
+    [container] = pod(resources)["containers"]
+    probes = [container[f"{kind}Probe"]["httpGet"]["scheme"] for kind in ("startup", "readiness", "liveness")]
+    [endpoint] = of_kind(resources, "ServiceMonitor")["spec"]["endpoints"]
+    assert [*probes, endpoint["scheme"]] == (["HTTPS"] * 3 + ["https"] if tls else ["HTTP"] * 3 + ["http"])
+
+
 def test_what_is_missing_or_wrong_is_named(helm: Render) -> None:
     for chart, values, why in (
         ("global", {}, "config.etcd.urls is needed"),

@@ -58,18 +58,24 @@ spec:
 {{- end }}
 {{- end -}}
 
+{{/* How the admin port is spoken to; a kubelet does not check the certificate. */}}
+{{- define "headwater.adminscheme" -}}
+{{- if (.Values.config.tls | default dict).admin -}}HTTPS{{- else -}}HTTP{{- end -}}
+{{- end -}}
+
 {{- define "headwater.probes.tier" -}}
+{{- $scheme := include "headwater.adminscheme" . -}}
 startupProbe: # it listens once it has heard what there is
-  httpGet: {path: /readyz, port: admin}
+  httpGet: {path: /readyz, port: admin, scheme: {{ $scheme }}}
   periodSeconds: 1
   failureThreshold: 60
 readinessProbe:
-  httpGet: {path: /readyz, port: admin}
+  httpGet: {path: /readyz, port: admin, scheme: {{ $scheme }}}
   periodSeconds: 5
   timeoutSeconds: 2
   failureThreshold: 2
 livenessProbe: # asks for the process and for nothing it depends on: a restart mends no etcd
-  httpGet: {path: /livez, port: admin}
+  httpGet: {path: /livez, port: admin, scheme: {{ $scheme }}}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
@@ -211,6 +217,7 @@ spec:
     - port: admin
       path: /metrics
       interval: {{ .Values.serviceMonitor.interval }}
+      scheme: {{ include "headwater.adminscheme" . | lower }}
       {{- with .Values.serviceMonitor.endpoint }}
       {{- toYaml . | nindent 6 }}
       {{- end }}
