@@ -1,6 +1,6 @@
 """Measures what failures cost whoever calls: real etcd, Redis, tiers and simulated servers, broken under load.
 
-    python -m bench.failures                    all, about three minutes on two quiet cores
+    python -m bench.failures                    all, about five minutes on two quiet cores
     python -m bench.failures --only redis
 
 Two regions of two clusters of two servers and two global balancers, a process each, with default time-outs and Redis'
@@ -10,12 +10,14 @@ default budget. Half of the requests stream, half of them belong to sessions. En
     etcd      stopped for 40 s, twenty times its time to live: no request fails
     region    all processes of one killed: goodput (whole, within 2 s) is back, nothing fails but what ran there
     tier      a regional balancer killed, and an instance tier: what the slowest request of the next second took
+    rolling   every server drained, started anew and given back, one after the other: nothing fails, p99 against before
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -31,7 +33,9 @@ from common.sim.measures import quantile
 from common.sim.workload import TraceRow
 from services.bench.prompts import Template
 from services.bench.replay import Replay, Sample
-from tests.integration.system import CLUSTERS, GLOBALS, LONER, MODEL, REGIONS, System
+from tests.integration.clients import get
+from tests.integration.system import CLUSTERS, GLOBALS, MODEL, REGIONS, System, engine_process
+from tests.servers import eventually
 
 RATE = 20.0  # requests a second,
 TOKENS = 100  # of each answer: some ten are under way at any time
@@ -39,10 +43,20 @@ GOOD_S, BACK_SHARE = 2.0, 0.99
 NOTICED_S = 2.0  # by then at least two lookups have failed in every process
 SKEW_S = 0.2  # between the clock here and the replay's
 GOALS = {"redis": 0.05, "region": 5.0, "tier": 1.0}  # s
+STEADY = 1.3  # p99 during a rolling update ÷ p99 before
 
 
 class Live(System):
-    """The tests' system, with Redis' default budget."""
+    """The tests' system, with Redis' default budget and a process for each server."""
+
+    def add_engines(self, *flags: str) -> None:
+        """See System."""
+        for name, port in self.servers.items():
+            self.processes[name] = engine_process(name, {name: port}, *flags)
+
+    def process_of(self, server: str) -> str:
+        """See System."""
+        return server
 
     def settings(self, name: str) -> dict[str, Any]:
         """See System."""
@@ -144,7 +158,7 @@ async def etcd(system: System) -> list[Row]:
 async def region(system: System) -> list[Row]:
     """Everything of one at once, and back."""
     lost = "east"
-    engines = [f"engines-{lost}", *([LONER] if LONER.startswith(lost) else [])]
+    engines = [name for name in system.servers if name.startswith(lost)]
     clusters = [name for c in REGIONS[lost] for name in (f"instance-{c}", f"agent-{c}")]
     parts = [f"region-{lost}", *clusters, *engines]
 
@@ -192,6 +206,43 @@ async def tier(system: System) -> list[Row]:
     return rows
 
 
+async def rolling(system: System) -> list[Row]:
+    """An update of every server, as an operator would do it by hand."""
+    drains = f"{system.admin_url}/admin/v1/drains"
+
+    async def done(path: str, busy: bool) -> bool:
+        marks = (await get(f"{drains}?everywhere=true")).json()
+        mark = next((m for m in marks if m["path"] == path), None)
+        return mark is not None and mark["exists"] and bool(mark["in_flight"]) is busy
+
+    async def serves(path: str) -> bool:
+        parent, _, id_ = path.rpartition("/")
+        pools = (await get(f"{system.admin_url}/admin/v1/pools")).json()["pools"]
+        found = pools.get(parent, {"endpoints": {}})["endpoints"].get(id_)
+        return found is not None and found["phase"] == "serving"
+
+    async def update() -> None:
+        for server in system.servers:
+            cluster = server.rpartition("-")[0]
+            path = f"{CLUSTERS[cluster]}/{cluster}/{server}"
+            body = json.dumps({"id": path, "reason": "update"}).encode()
+            assert (await get(drains, method="POST", body=body)).status == 200
+            await eventually(lambda path=path: done(path, busy=False), 30.0)
+            process = system.processes[server]
+            process.kill()
+            await process.start()
+            await get(f"{drains}/{path}", method="DELETE")
+            await eventually(lambda path=path: serves(path), 30.0)
+
+    trial = await load(system, update, 20.0, 75.0)
+    before, during = p99(trial.between(2.0, trial.began_s)), p99(trial.between(trial.began_s, trial.ended_s))
+    said = f"{during / before:.2f} of {before:.3f} s before, in {trial.ended_s - trial.began_s:.0f} s"
+    return [
+        Row("rolling update of 8 servers: p99 of answers", said, during <= STEADY * before),
+        Row("rolling update of 8 servers: failed", failed(trial.bad, trial), not trial.bad),
+    ]
+
+
 def failed(samples: Sequence[Sample], trial: Trial) -> str:
     """How many of how many, and why."""
     why = Counter(s.error for s in samples).most_common(3)
@@ -203,6 +254,7 @@ TRIALS: dict[str, Callable[[System], Awaitable[list[Row]]]] = {
     "etcd": etcd,
     "region": region,
     "tier": tier,
+    "rolling": rolling,
 }
 
 
