@@ -110,7 +110,7 @@ class Exchange:
             return
         self._prompts_at = now
         told = balancer.tell_prompts(now)
-        if told.sent:  # what was told before runs out by itself
+        if told[1]:  # what was told before runs out by itself
             await self._prompts.tell(self._balancing.process_id, told)
         for other, prompts in (await self._prompts.hear(others)).items():
             if prompts is not None:

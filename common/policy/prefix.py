@@ -9,8 +9,6 @@ Source: automatic prefix caching as in vLLM and SGLang's RadixAttention (arXiv 2
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from itertools import islice
-from typing import NamedTuple
 
 PREFIX_BLOCK_TOKENS = 512  # about 2,048 bytes of English; the unit of the public traces' `hash_ids_512`
 CACHED_SHARE = 0.9  # of KV memory that finished prompts may linger in
@@ -84,11 +82,8 @@ class Mirror(PrefixCache):
             self._blocks.popitem(last=False)
 
 
-class Prompts(NamedTuple):
-    """Prompts that one balancer sent of late, the oldest first: (endpoint, block hashes) each."""
-
-    first: int  # number of the first of them, among all that it ever sent
-    sent: list[tuple[str, tuple[int, ...]]]
+Prompts = tuple[int, list[tuple[str, tuple[int, ...]]]]
+"""Prompts that one balancer sent of late: number of the first among all that it sent; (endpoint, block hashes) each."""
 
 
 class SentPrompts:
@@ -114,17 +109,16 @@ class SentPrompts:
         self._blocks -= len(self._sent.popleft()[2])
 
     def tell(self, now: float) -> Prompts:
-        """Those of the last TOLD_S."""
+        """Those of the last TOLD_S, the oldest first."""
         while self._sent and self._sent[0][0] < now - TOLD_S:
             self._drop()
-        return Prompts(self._next - len(self._sent), [(endpoint, hashes) for _, endpoint, hashes in self._sent])
+        return self._next - len(self._sent), [(endpoint, hashes) for _, endpoint, hashes in self._sent]
 
     def news(self, balancer: str, told: Prompts) -> list[tuple[str, tuple[int, ...]]]:
         """What another one tells for the first time. One whose numbers went back has begun anew."""
-        end = told.first + len(told.sent)
-        known = self._heard.get(balancer, 0)
-        self._heard[balancer] = end
-        return list(islice(told.sent, max(0, known - told.first) if known <= end else 0, None))
+        first, sent = told
+        known, self._heard[balancer] = self._heard.get(balancer, 0), first + len(sent)
+        return sent[max(0, known - first) if known <= first + len(sent) else 0 :]
 
     def keep(self, balancers: frozenset[str]) -> None:
         """Forget what was heard of all others."""

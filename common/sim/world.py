@@ -251,7 +251,7 @@ class World:
         def prompts() -> None:
             for teller in nodes:
                 told = teller.balancers[parent].tell_prompts(self.loop.now)
-                for node in nodes if told.sent else ():
+                for node in nodes if told[1] else ():
                     if node is not teller:
                         self.loop.after(delay_s, node.hear_prompts, parent, teller.id, told)
 

@@ -22,7 +22,7 @@ from common.policy.candidate import (
 )
 from common.policy.pickers import TIE_BAND
 from common.policy.prediction import CLASS_SPEED, class_speed, marginal_cost
-from common.policy.prefix import PREFIX_BLOCK_TOKENS, TOLD_BLOCKS, TOLD_S, Prompts
+from common.policy.prefix import PREFIX_BLOCK_TOKENS, TOLD_BLOCKS, TOLD_S
 from common.policy.quote import QUOTE_INSTANCES, class_means
 from common.policy.server import Server
 from common.policy.stages import least_connections, predicted_completion, round_robin
@@ -1129,8 +1129,8 @@ def test_prompts_that_another_balancer_sent_are_cached_where_it_sent_them() -> N
     assert told == (0, [("b", blocks)])
     other.hear_prompts("one", told)
     assert picked(other, ask(input_tokens=10_752, prefix_hashes=(*blocks, 20)), 0.2).endpoint.id == "b"
-    assert [id_ for id_, _ in other.tell_prompts(0.2).sent] == ["b"]  # its own, and not what it heard
-    assert one.tell_prompts(TOLD_S + 0.01).sent == []
+    assert [id_ for id_, _ in other.tell_prompts(0.2)[1]] == ["b"]  # its own, and not what it heard
+    assert one.tell_prompts(TOLD_S + 0.01)[1] == []
 
 
 def test_a_prompt_is_heard_once_and_again_from_a_balancer_that_began_anew() -> None:
@@ -1145,7 +1145,7 @@ def test_a_prompt_is_heard_once_and_again_from_a_balancer_that_began_anew() -> N
         assert next(reversed(mirror._blocks)) == 0
         mirror._blocks.clear()
         mirror.insert(tuple(range(n, -1, -1)))
-    other.hear_prompts("one", Prompts(0, [("b", (9,)), ("gone", (8,))]))
+    other.hear_prompts("one", (0, [("b", (9,)), ("gone", (8,))]))
     assert 9 in mirror
     other.replicas([], 1.0)
     assert not other._prompts._heard
@@ -1154,13 +1154,13 @@ def test_a_prompt_is_heard_once_and_again_from_a_balancer_that_began_anew() -> N
 def test_what_is_told_of_prompts_is_bounded_and_nothing_is_kept_alone() -> None:
     alone = balancer_of(instance("a"))
     picked(alone, ask(prefix_hashes=(1,)))
-    assert alone.tell_prompts(0.0).sent == []
+    assert alone.tell_prompts(0.0)[1] == []
     one, other = two_balancers()
     for n in range(12):
         picked(one, ask(prefix_hashes=tuple(range(1000 * n, 1000 * n + 1000))))
-    told = one.tell_prompts(0.0)
-    assert sum(len(hashes) for _, hashes in told.sent) <= TOLD_BLOCKS
-    assert told.first + len(told.sent) == 12
+    told = first, sent = one.tell_prompts(0.0)
+    assert sum(len(hashes) for _, hashes in sent) <= TOLD_BLOCKS
+    assert first + len(sent) == 12
     other.hear_prompts("one", told)
     assert sum(11_999 in c.prefix or 11_000 in c.prefix for c in other.candidates.values()) == 1
 
