@@ -525,6 +525,9 @@ class Tracing(Section):
     """Share of requests whose spans are exported, where the caller did not decide; errors always are."""
     recent: Annotated[int, Field(ge=0, le=100_000)] = 2000
     """Finished requests remembered for `headwater trace` and `explain`; at most 32 MiB of them."""
+    recent_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 10.0
+    """Those go back about so long: at higher rates only some ordinary ones are kept, but all that failed, were slow,
+    tried again or sampled; 0: the latest, each."""
     decisions_file: str = ""
     """Every request's decision record is also appended to this file, a JSON line each; none: it is only remembered."""
     decisions_stream: str = ""

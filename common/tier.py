@@ -210,6 +210,7 @@ class TierProcess:
             self._export = OtlpExport(config.tracing.otlp_endpoint, self.id, self.tier.value)
         self.telemetry = Telemetry(
             recent=config.tracing.recent,
+            recent_s=config.tracing.recent_s,
             known_model=self.balancing.known,
             access_log=config.log.access,
             decisions=self._decision_sinks(),

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, HTTPException, Query, Response
 from fastapi.responses import FileResponse, PlainTextResponse, RedirectResponse, StreamingResponse
+from msgspec.structs import asdict
 
 from common import clock
 from common.admin.peers import Peers, decoded
@@ -152,7 +153,7 @@ class ConsoleRoutes:
 
         records = self._telemetry.recent.latest(len(self._telemetry.recent))
         kept = islice(filter(wanted, records), limit)
-        return [{**access_line(r), "slow": self._telemetry.slow(r)} for r in kept]
+        return [{**asdict(access_line(r)), "slow": self._telemetry.slow(r)} for r in kept]
 
     async def _follow(self) -> AsyncIterator[bytes]:
         self._watchers += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -51,6 +52,48 @@ def test_one_client_that_sends_everything_in_one_trace_fills_no_memory():
     assert numbers(kept.find(TRACE)) == list(range(4_900, 5_000))
 
 
+def busy(kept: RecentRequests, rate: int, seconds: float, rng: Random, began: float = 0.0) -> list[RequestRecord]:
+    sent = [
+        numbered(n, id=f"{rng.getrandbits(128):032x}", ended_at=began + n / rate) for n in range(int(rate * seconds))
+    ]
+    for r in sent:
+        kept.add(r)
+    return sent
+
+
+def test_at_a_high_rate_what_is_kept_goes_back_a_while_and_tiers_keep_the_same():
+    one, other = (RecentRequests(1000, 10**9, 10.0) for _ in range(2))
+    busy(one, 1000, 30.0, Random(1))
+    ends = [r.ended_at for r in one.latest(1000)]
+    assert len(ends) == 1000
+    assert 5.0 < ends[0] - ends[-1] < 12.0
+    assert max(a - b for a, b in pairwise(ends)) < 0.2  # evenly
+    sent = busy(one, 1000, 30.0, Random(2), began=40.0)
+    for r in sent[::3]:  # a tier below has a part of it
+        other.add(r)
+    above = {r.id for r in one.latest(1000)}
+    below = {r.id for r in other.latest(1000)}
+    assert {r.id for r in sent[::3][-1600:]} & above <= below
+
+
+def test_at_a_low_rate_and_in_a_burst_after_it_each_is_kept():
+    kept = RecentRequests(1000, 10**9, 10.0)
+    for r in busy(kept, 50, 60.0, Random(1)):
+        assert kept.find(r.id) or r.ended_at < 40.0
+    burst = busy(kept, 1000, 0.3, Random(2), began=60.0)
+    assert all(kept.find(r.id) for r in burst)
+
+
+def test_what_is_notable_is_kept_at_any_rate():
+    kept = RecentRequests(1000, 10**9, 10.0, lambda r: r.status >= 500)
+    busy(kept, 2000, 5.0, Random(1))
+    bad = numbered(7, id="f" * 32, status=502, ended_at=5.0)
+    kept.add(bad)
+    kept.add(numbered(8, id="e" * 31 + "f", ended_at=5.0))
+    assert kept.find(bad.id)
+    assert not kept.find("e" * 31 + "f")
+
+
 @given(st.lists(st.integers(0, 5), max_size=60), st.integers(0, 10))
 def test_it_is_bounded_and_each_is_found_by_its_trace(traces: list[int], bound: int):
     kept = RecentRequests(bound, 10**9)
@@ -60,7 +103,7 @@ def test_it_is_bounded_and_each_is_found_by_its_trace(traces: list[int], bound: 
     assert numbers(kept.latest(100)) == left[::-1]
     for trace in range(6):
         assert numbers(kept.find(f"{trace:032x}")) == [n for n in left if traces[n] == trace]
-    assert len(kept._by_trace) <= bound
+    assert len(kept) <= bound
 
 
 @given(st.lists(st.integers(0, 40), max_size=40), st.integers(1, 60_000))

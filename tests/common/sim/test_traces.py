@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import asdict
 
 from common.records import Ending, RequestRecord
 from common.sim.traces import TraceRow, read_trace
@@ -33,7 +34,7 @@ ASKED = RequestRecord(
 
 
 def log_of(path: Path, *lines: object) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     return path
 
 
@@ -56,6 +57,6 @@ def test_other_lines_and_what_has_no_length_are_passed_over(tmp_path: Path) -> N
 
 def test_a_line_that_is_wrong_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"log\.jsonl:1: arrival_s: "):
-        read_trace(log_of(tmp_path / "log.jsonl", access_line(ASKED) | {"time": None}))
+        read_trace(log_of(tmp_path / "log.jsonl", asdict(access_line(ASKED)) | {"time": None}))
     with pytest.raises(ValueError, match="no requests"):
         read_trace(log_of(tmp_path / "empty.jsonl", {"event": "ready"}))
