@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from common import apis
+from common.apis.openapi import components, relayed
 from common.balancing import Balancing
 from common.errors import ModelNotFound
 from common.policy.versions import Split
@@ -30,7 +32,7 @@ def local_app(balancing: Balancing, ready: Callable[[], bool], aliases: Mapping[
     def behind(name: str) -> list[str]:
         return [target.model for target in aliases[name].targets] if name in aliases else [name]
 
-    app = FastAPI(title="Headwater", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Headwater", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
 
     def models_for(request: Request) -> list[str]:
         """Those that are served and that the caller's tenant may use, in order."""
@@ -90,7 +92,23 @@ def local_app(balancing: Balancing, ready: Callable[[], bool], aliases: Mapping[
         body = apis.error_body(apis.family_of(request.url.path), (status, message))
         return Response(body, status, media_type="application/json", headers=headers)
 
+    _describe(app)
     return app
+
+
+def _describe(app: FastAPI) -> None:
+    """Have its OpenAPI document name what is relayed as well; it is made when it is first asked for."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            for path, operations in relayed().items():
+                made["paths"].setdefault(path, {}).update(operations)
+            made.setdefault("components", {}).setdefault("schemas", {}).update(components()["schemas"])
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
 
 
 EPOCH = "1970-01-01T00:00:00Z"  # nobody knows when a served model was made

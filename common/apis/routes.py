@@ -99,7 +99,7 @@ _INFER = Api(_K, "infer", kind=Kind.PATH)
 _GENERATE = Api(_K, "text_completion", generates=True, kind=Kind.PATH)
 _STREAM = Api(_K, "text_completion", generates=True, kind=Kind.PATH, streams=True)
 _LOOK = Api(_K, "metadata", kind=Kind.PATH)
-_PREDICT = Api(_T, "infer", kind=Kind.PATH)
+PREDICT = Api(_T, "infer", kind=Kind.PATH)
 
 KSERVE_MODEL = re.compile(
     r"/v2/models/([^/]+)(?:/versions/[^/]+)?(?:/(infer|generate|generate_stream|ready|stats|config))?"
@@ -145,5 +145,5 @@ def match(method: str, path: str) -> Match | None:
         return Match(api, unquote(model[1])) if model and api else None
     if path.startswith("/predictions/"):
         model = TORCHSERVE_MODEL.fullmatch(path)
-        return Match(_PREDICT, unquote(model[1])) if model and method in ("POST", "PUT", "GET", "OPTIONS") else None
+        return Match(PREDICT, unquote(model[1])) if model and method in ("POST", "PUT", "GET", "OPTIONS") else None
     return None
