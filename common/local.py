@@ -22,6 +22,10 @@ from common.policy.versions import Split
 # Handlers are coroutines, although they await nothing: others would run in threads, over maps that the loop changes.
 
 
+DRAINING: dict[int | str, dict[str, Any]] = {503: {"description": "it is draining", "content": {"text/plain": {}}}}
+NOT_READY: dict[int | str, dict[str, Any]] = {400: {"description": "nobody serves", "content": {"text/plain": {}}}}
+
+
 def local_app(balancing: Balancing, ready: Callable[[], bool], aliases: Mapping[str, Split]) -> FastAPI:
     """The application beside the relay on the data listener. `aliases`: other names, and the models they stand for."""
 
@@ -49,7 +53,7 @@ def local_app(balancing: Balancing, ready: Callable[[], bool], aliases: Mapping[
             return {"data": listed, "has_more": False, **ends}
         return {"object": "list", "data": [_model(m) for m in names]}
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}", responses={404: {"description": "nobody serves it"}})
     async def model(model: str, request: Request) -> Response:
         """One of them."""
         if model in models_for(request):
@@ -62,13 +66,13 @@ def local_app(balancing: Balancing, ready: Callable[[], bool], aliases: Mapping[
         """The same as Ollama lists them."""
         return {"models": [{"name": m, "model": m} for m in models_for(request)]}
 
-    @app.get("/health")
-    @app.get("/v2/health/live")
+    @app.get("/health", response_class=PlainTextResponse, responses=DRAINING)
+    @app.get("/v2/health/live", response_class=PlainTextResponse, responses=DRAINING)
     async def health() -> Response:
         """200 while requests are taken, 503 once this process is draining."""
         return PlainTextResponse("ok" if ready() else "draining", 200 if ready() else 503)
 
-    @app.get("/v2/health/ready")
+    @app.get("/v2/health/ready", response_class=PlainTextResponse, responses=NOT_READY)
     async def can_infer() -> Response:
         """200 while requests are taken and some instance serves, in the words of the Open Inference Protocol."""
         serving = ready() and balancing.serving

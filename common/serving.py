@@ -763,7 +763,8 @@ class Serving:
             case "no_placement":
                 refused = NoEndpoints("no instance has what the rules of placement ask for this request")
             case _:
-                words = f"no instance of the model `{model}` is available"
+                what = f"of the model `{model}`" if model else "that speaks this API"
+                words = f"no instance {what} is available"
                 refused = NoEndpoints(words, retry_after_s=shed.retry_after_s)
         return refused
 
