@@ -94,10 +94,8 @@ sbom: $(TOOLS)  # the bill of materials of what the image is built from: Cyclone
 	.tools/bin/cyclonedx-py requirements requirements-run.lock --pyproject pyproject.toml \
 	  --output-reproducible --output-format JSON --output-file dist/headwater.cdx.json
 
-audit:  # known vulnerabilities of the same; needs the advisories of pypi.org, and fails where it cannot ask
-	$(PYTHON) -m venv .audit
-	.audit/bin/pip install --quiet --disable-pip-version-check pip-audit
-	.audit/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements-run.lock
+audit: $(TOOLS)  # known vulnerabilities of the same; fails where no advisories can be had, unless AUDIT=--where-possible
+	.tools/bin/python deploy/audit.py .tools/bin/pip-audit $(AUDIT)
 
 proto: $(STAMP)
 	cd common/proto && ../../$(BIN)/python -m grpc_tools.protoc -I../.. --python_out=../.. --pyi_out=../.. --grpc_python_out=../.. ../../common/proto/load.proto
@@ -123,4 +121,4 @@ charts: $(STAMP)
 	$(BIN)/python deploy/kubernetes/schemas.py
 
 clean: interpret
-	rm -rf $(VENV) .tools .audit dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .tools dist build .mypy_cache .ruff_cache .pytest_cache
