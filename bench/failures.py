@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -34,7 +33,7 @@ from common.sim.workload import TraceRow
 from services.bench.prompts import Template
 from services.bench.replay import Replay, Sample
 from tests.integration.clients import get
-from tests.integration.system import CLUSTERS, GLOBALS, MODEL, REGIONS, System, engine_process
+from tests.integration.system import CLUSTERS, GLOBALS, MODEL, REGIONS, System, engine_process, headwater, run_command
 from tests.servers import eventually
 
 RATE = 20.0  # requests a second,
@@ -43,6 +42,7 @@ GOOD_S, BACK_SHARE = 2.0, 0.99
 NOTICED_S = 2.0  # by then at least two lookups have failed in every process
 SKEW_S = 0.2  # between the clock here and the replay's
 GOALS = {"redis": 0.05, "region": 5.0, "tier": 1.0}  # s
+APART_S = 4.0  # between one server and the next in a rolling update
 STEADY = 1.3  # p99 during a rolling update ÷ p99 before
 
 
@@ -208,12 +208,9 @@ async def tier(system: System) -> list[Row]:
 
 async def rolling(system: System) -> list[Row]:
     """An update of every server, as an operator would do it by hand."""
-    drains = f"{system.admin_url}/admin/v1/drains"
 
-    async def done(path: str, busy: bool) -> bool:
-        marks = (await get(f"{drains}?everywhere=true")).json()
-        mark = next((m for m in marks if m["path"] == path), None)
-        return mark is not None and mark["exists"] and bool(mark["in_flight"]) is busy
+    async def ask(*words: str) -> None:
+        await run_command(headwater(*words, "--admin", system.admin_url))
 
     async def serves(path: str) -> bool:
         parent, _, id_ = path.rpartition("/")
@@ -225,14 +222,13 @@ async def rolling(system: System) -> list[Row]:
         for server in system.servers:
             cluster = server.rpartition("-")[0]
             path = f"{CLUSTERS[cluster]}/{cluster}/{server}"
-            body = json.dumps({"id": path, "reason": "update"}).encode()
-            assert (await get(drains, method="POST", body=body)).status == 200
-            await eventually(lambda path=path: done(path, busy=False), 30.0)
+            await ask("drain", path, "--reason", "update", "--wait", "30")
             process = system.processes[server]
             process.kill()
             await process.start()
-            await get(f"{drains}/{path}", method="DELETE")
+            await ask("undrain", path)
             await eventually(lambda path=path: serves(path), 30.0)
+            await asyncio.sleep(APART_S)
 
     trial = await load(system, update, 20.0, 75.0)
     before, during = p99(trial.between(2.0, trial.began_s)), p99(trial.between(trial.began_s, trial.ended_s))
