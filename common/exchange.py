@@ -3,6 +3,8 @@
 Six numbers an endpoint, every 30 ms, through the shared store, expiring with their owner. While nothing is heard of a
 balancer that lives, its traffic is taken to be like ours (`Balancer.replicas`). Several times a second they tell where
 prompts went, which a server then has cached, and, if there is anything to tell, which prompts have taken servers down.
+
+Tiers above tell clusters that start servers by themselves which models are waited for that nobody serves.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ INTERVAL_S = 0.03
 PROMPTS_TTL_S = 2.0
 STRIKES_S = 0.5  # between two looks at each other's strikes
 STRIKES_TTL_S = 5.0
+WANTED_S = 0.5
+WANTED_TTL_S = 2.0
 TTL_S = 1.0  # a balancer that told nothing for so long has died, or cannot reach the store
 
 T = TypeVar("T")
@@ -131,3 +135,23 @@ class Exchange:
             if strikes is not None:  # else it has none, or its store is away: what it told counts as long as it would
                 quarantine.hear(other, strikes, now)
         quarantine.forget(now, frozenset(others))
+
+
+Wanted = dict[str, int]
+"""Model -> requests that wait for it, although nobody serves it."""
+
+
+def wanted_board(store: AffinityStore) -> Board[Wanted]:
+    """Where balancers of tiers above say what they wait for; one for the whole system."""
+    return Board[Wanted](store, ("above",), "wanted", Wanted, WANTED_TTL_S)
+
+
+async def tell_wanted(store: AffinityStore, balancer: str, waiting: Callable[[], Wanted]) -> None:
+    """Until cancelled, tell what is waited for here. What was told before runs out by itself."""
+    board = wanted_board(store)
+    while True:
+        await asyncio.sleep(WANTED_S)
+        wanted = waiting()
+        if wanted:
+            with suppress(StoreUnavailable):
+                await board.tell(balancer, wanted)

@@ -8,6 +8,7 @@ step each, so that nobody is overtaken and a place that is free is taken once.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from math import inf
 
@@ -48,6 +49,10 @@ class Queue:
     def waiting(self, model: str) -> int:
         """Requests for a model that wait here. O(all that wait)."""
         return sum(waiter.model == model for waiter in self._waiting)
+
+    def models(self) -> Counter[str]:
+        """How many wait here, by model. O(all that wait)."""
+        return Counter(waiter.model for waiter in self._waiting)
 
     async def route(self, request: InferenceRequest, attempt: Attempt, shed: Shed, since: float) -> Route:
         """Wait until `attempt` gives a route; `since` is when the request first came to wait (monotonic seconds).

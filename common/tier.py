@@ -35,6 +35,7 @@ from common.config_api import config_router, log_router, policy_router
 from common.drain_api import drain_router
 from common.errors import ConfigError, ConnectFailed, RejectedError
 from common.exchange import Exchange as ReplicaExchange
+from common.exchange import tell_wanted
 from common.explain.decisions import Decision, decision_of
 from common.guard import Guard, peer_token
 from common.hook import Hook
@@ -300,6 +301,8 @@ class TierProcess:
             self.affinity_store, self.node, self.balancing, self.serving.quarantine, self.replicas
         )
         self.spawn(exchange.run(), "exchange between replicas")
+        if self.tier is not Tier.INSTANCE:
+            self.spawn(tell_wanted(self.affinity_store, self.id, self._wanted), "what is waited for")
         self.spawn(self._measure_round_trips(), "round trips")
         if self._tenants is not None:
             self.spawn(self._tenants.run(), "tenants")
@@ -480,6 +483,12 @@ class TierProcess:
         url = self._peer_urls.get(peer_id)
         if url is not None:
             (self._hung.trust if heard else self._hung.doubt)(url)
+
+    def _wanted(self) -> dict[str, int]:
+        """What requests wait for here that nobody serves, by model."""
+        waiting = self.serving.queue.models()
+        served = self.balancing.models() if waiting else frozenset()
+        return {model: count for model, count in waiting.items() if model not in served}
 
     def _knows_balancer(self, id_: str) -> bool:
         return id_ == self.id or id_ in self._peer_urls or any(p.id == id_ for p in self.membership.balancers(()))

@@ -8,7 +8,8 @@ nothing counts as one like ourselves.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import structlog
@@ -16,7 +17,7 @@ import structlog
 from common import clock
 from common.balancing import Balancing
 from common.errors import StoreUnavailable
-from common.exchange import Board
+from common.exchange import Board, Wanted, wanted_board
 from common.policy.prediction import class_speed
 from common.policy.scaling.demand import Counts, GroupSeen, group_seen
 from common.policy.scaling.desired import Decision, DesiredReplicas, Group, Rules, Seen
@@ -98,10 +99,11 @@ class Scaler:
         others: Callable[[], frozenset[str]],
         waiting: Callable[[str], int],
         providers: Mapping[tuple[str, str], Provider],
+        above: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         """`others`: the other live balancers of this node. `waiting`: requests for a model that wait in this process.
 
-        `providers`: by model and group.
+        `providers`: by model and group. `above`: the balancers of the tiers above, which wait for what nobody serves.
         """
         self.config = config
         self.cluster = cluster
@@ -110,7 +112,9 @@ class Scaler:
         self.decided = asyncio.Event()  # set and replaced after each round
         self._balancing = balancing
         self._board = Board[_Told](store, cluster, "arrivals", _Told, TOLD_S)
+        self._wanted_above = wanted_board(store)
         self._others = others
+        self._above = above
         self._waiting = waiting
         self._recent: dict[str, None] = {}
         # The policy's clock goes on over restarts, so that a day has the same phases, and never goes back.
@@ -135,11 +139,14 @@ class Scaler:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            self.decide(await self._exchange())
+            self.decide(await self._exchange(), await self._wanted())
             await asyncio.sleep(self.config.interval_s)
 
-    def decide(self, others: Mapping[str, _Told | None]) -> None:
-        """One round. `others`: what each other balancer has told of its arrivals, None where it tells nothing."""
+    def decide(self, others: Mapping[str, _Told | None], wanted: Wanted | None = None) -> None:
+        """One round. `others`: what each other balancer has told of its arrivals, None where it tells nothing.
+
+        `wanted`: what the tiers above wait for.
+        """
         now = clock.now() + self._wall_s
         balancer = self._balancing.balancers.get(self.cluster)
         for model in self.models.values():
@@ -157,7 +164,7 @@ class Scaler:
                 arrivals,
                 tokens_in,
                 tokens_out,
-                self._waiting(model.name),
+                self._waiting(model.name) + (wanted or {}).get(model.name, 0),
                 complete=balancer is None or not balancer.stale,
             )
             before = model.decision
@@ -188,6 +195,17 @@ class Scaler:
             return await self._board.hear(others)
         except StoreUnavailable:
             return dict.fromkeys(others)
+
+    async def _wanted(self) -> Wanted:
+        """What the tiers above wait for; looked at only where a model may have no replica at all."""
+        above = self._above() if any(not model.config.min_replicas for model in self.models.values()) else ()
+        if not above:
+            return {}
+        try:
+            told = (await self._wanted_above.hear(above)).values()
+        except StoreUnavailable:
+            return {}
+        return sum((Counter(one) for one in told if one), Counter())
 
 
 def rules_of(model: ScaledModel) -> Rules:

@@ -27,6 +27,11 @@ async def start_scaling(
     """
     if not config.models:
         return None
+    nodes = [path for path in (cluster[:0], cluster[:1]) if path != tier.node]  # `up` is all of them in one
+
+    def above() -> list[str]:
+        return [peer.id for path in nodes for peer in tier.membership.balancers(path) if peer.id != tier.id]
+
     scaler = Scaler(
         config,
         cluster,
@@ -35,6 +40,7 @@ async def start_scaling(
         tier.replicas,
         tier.serving.queue.waiting,
         _providers(config, cluster, processes),
+        above,
     )
     on_demand = tier.balancing.on_demand
     tier.balancing.on_demand = lambda model: model in config.models or on_demand(model)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.fake_engine import FakeEngine, Script
 from tests.integration.clients import Raw, ask, chat, get, metrics, post, total
 from tests.integration.system import PORTS, Addresses, Process, headwater
-from tests.servers import eventually
+from tests.servers import EtcdServer, RedisServer, eventually
 
 MODEL = "tiny"
 PATH = "/v1/chat/completions"
@@ -84,6 +87,75 @@ async def test_requests_wait_for_the_first_replica_more_come_for_more_and_none_s
         assert await patient(addresses) == 200  # and from nothing again
     logs = [log.read_text() for log in tmp_path.glob("*.log")]
     assert len(logs) == 3
+
+
+async def test_what_a_client_of_the_global_tier_waits_for_is_started_by_its_cluster(tmp_path: Path) -> None:
+    engine, beside = FakeEngine("i1", Script.whole()), FakeEngine("i2", Script.whole())
+    engine.port = PORTS.take()
+    await beside.start()  # of another model: a cluster without any server is taken to serve whatever it is asked for
+    asked: list[dict[str, Any]] = []
+
+    async def start(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """What the webhook reaches: it starts the server that the agent looks for."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(re.search(r"content-length: (\d+)", head)[1])  # type: ignore[index]
+        asked.append(json.loads(await reader.readexactly(length)))
+        if asked[-1]["replicas"] and engine._server is None:
+            await engine.start()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    hook = await asyncio.start_server(start, "127.0.0.1", 0)
+    webhook = {"url": f"http://127.0.0.1:{hook.sockets[0].getsockname()[1]}/scale"}
+    groups = {"local": {"gpu": "t4", "max_replicas": 1, "cold_start_s": 2.0, "webhook": webhook}}
+    tiers: dict[str, dict[str, Any]] = {
+        "global": {"models": {"on_demand": [MODEL]}},
+        "region": {"region": "eu"},
+        "instance": {
+            "region": "eu",
+            "cluster": "c1",
+            "scaling": {"interval_s": 0.25, "models": {MODEL: {"groups": groups, "idle_s": 600.0}}},
+        },
+    }
+    async with AsyncExitStack() as stack:
+        etcd, redis = await stack.enter_async_context(EtcdServer()), await stack.enter_async_context(RedisServer())
+        places = {name: Addresses(PORTS.take(), PORTS.take()) for name in tiers}
+        for name, settings in tiers.items():
+            values = {
+                "listen": f"127.0.0.1:{places[name].data}",
+                "admin": f"127.0.0.1:{places[name].admin}",
+                "etcd": {"urls": [etcd.url]},
+                "redis": {"url": redis.url, "budget_ms": 500},
+                "queue": {"timeout_s": COLD_START_S},
+                **settings,
+            }
+            file = tmp_path / f"{name}.yaml"
+            file.write_text(json.dumps(values))
+            argv = headwater(name, "--config", str(file))
+            await stack.enter_async_context(Process(name, argv, f"{places[name].admin_url}/readyz"))
+        file = tmp_path / "agent.yaml"
+        instances = [
+            {"id": e.name, "url": e.url, "gpu": "t4", "engine": "openai", "models": [model]}
+            for e, model in ((engine, MODEL), (beside, "other"))
+        ]
+        agent = {"region": "eu", "cluster": "c1", "etcd": {"urls": [etcd.url]}, "instances": instances}
+        file.write_text(json.dumps(agent | {"scrape_interval_s": 0.2}))
+        await stack.enter_async_context(
+            Process("agent", headwater("agent", "--config", str(file)), ready_line="agent_started")
+        )
+        await eventually(lambda: serves(places["global"], "other"), 20.0)
+        assert await patient(places["global"]) == 200
+        assert asked[-1]["replicas"] == 1
+        unknown = await ask(places["global"].url, PATH, chat("another"))
+        assert unknown.status == 404
+    hook.close()
+    engine.kill()
+    beside.kill()
+
+
+async def serves(addresses: Addresses, model: str) -> bool:
+    return (await ask(addresses.url, PATH, chat(model))).status == 200
 
 
 async def test_a_replica_that_dies_is_replaced_and_none_outlives_its_balancer(tmp_path: Path) -> None:
