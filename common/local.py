@@ -6,15 +6,15 @@ A FastAPI application; everything that is relayed never comes here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from common import apis
-from common.apis.openapi import components, relayed
+from common.apis.openapi import errors, relayed
 from common.balancing import Balancing
 from common.errors import ModelNotFound
 from common.policy.versions import Split
@@ -103,14 +103,15 @@ def local_app(balancing: Balancing, ready: Callable[[], bool], aliases: Mapping[
 def _describe(app: FastAPI) -> None:
     """Have its OpenAPI document name what is relayed as well; it is made when it is first asked for."""
 
+    own = app.openapi
+
+    @cache
     def document() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            for path, operations in relayed().items():
-                made["paths"].setdefault(path, {}).update(operations)
-            made.setdefault("components", {}).setdefault("schemas", {}).update(components()["schemas"])
-            app.openapi_schema = made
-        return app.openapi_schema
+        made = own()
+        for path, operations in relayed().items():
+            made["paths"].setdefault(path, {}).update(operations)
+        made.setdefault("components", {}).setdefault("schemas", {}).update(errors())
+        return made
 
     app.openapi = document  # type: ignore[method-assign]
 

@@ -48,7 +48,7 @@ class Queue:
 
     def waiting(self, model: str) -> int:
         """Requests for a model that wait here. O(all that wait)."""
-        return sum(waiter.model == model for waiter in self._waiting)
+        return self.models()[model]
 
     def models(self) -> Counter[str]:
         """How many wait here, by model. O(all that wait)."""

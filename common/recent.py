@@ -33,7 +33,6 @@ class RecentRequests:
         self.max_bytes = max_bytes
         self._span_s = span_s
         self._notable = notable or (lambda record: False)
-        self._full = False
         self._mask = 0  # of ordinary ones those are kept whose trace has none of these bits
         self._counted_from = 0.0  # of the requests a second
         self._counted = 0
@@ -54,7 +53,6 @@ class RecentRequests:
         self._records.append((record, size))
         while len(self._records) > self.max_count or (self.bytes > self.max_bytes and len(self._records) > 1):
             self.bytes -= self._records.popleft()[1]
-            self._full = True
 
     def _crowds(self, record: RequestRecord) -> bool:
         """Whether to leave it out, for what is kept goes back too short a time."""
@@ -65,7 +63,8 @@ class RecentRequests:
             wanted = rate * self._span_s / max(len(self._records), 1)
             self._mask = (1 << int(log2(wanted))) - 1 if wanted > 1.0 else 0
             self._counted_from, self._counted = now, 0
-        if not self._full or not self._mask or self._records[0][0].ended_at <= now - self._span_s:
+        full = self.added > len(self._records)
+        if not full or not self._mask or self._records[0][0].ended_at <= now - self._span_s:
             return False
         return bool(int(record.id[-4:], 16) & self._mask) and not self._notable(record)
 

@@ -101,7 +101,7 @@ class AccessLog:
 
 
 class AccessLine(msgspec.Struct):
-    """A finished request as the access log has it; seconds rounded to microseconds. A struct costs half of a dict."""
+    """A finished request as the access log has it; seconds rounded to microseconds."""
 
     event: str
     time: float  # it began, seconds since the epoch

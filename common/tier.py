@@ -301,7 +301,7 @@ class TierProcess:
             self.affinity_store, self.node, self.balancing, self.serving.quarantine, self.replicas
         )
         self.spawn(exchange.run(), "exchange between replicas")
-        if self.tier is not Tier.INSTANCE:
+        if self.tier is not Tier.INSTANCE and config.etcd.urls:  # else there is no tier below
             self.spawn(tell_wanted(self.affinity_store, self.id, self._wanted), "what is waited for")
         self.spawn(self._measure_round_trips(), "round trips")
         if self._tenants is not None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.apis.hints import HINTS
-from common.apis.routes import EXACT, KSERVE, PREDICT, Api, Family, Kind, match
+from common.apis.routes import EXACT, KSERVE, PREDICT, PREDICT_METHODS, Api, Family, Kind, match
 
 TITLES = {
     Family.OPENAI: "OpenAI",
@@ -67,6 +67,7 @@ _ANSWERED = {
     "x-headwater-decision": "the trace id, for `headwater explain` and `headwater trace`",
     "x-headwater-served-by": "region/cluster/instance",
 }
+SENDING = ("POST", "PUT")
 _PARAMETER = re.compile(r"\{(\w+)\}")
 
 
@@ -78,7 +79,7 @@ def routes() -> Iterator[tuple[str, str, Api]]:
         for version in ("", "/versions/{version}"):
             yield method, f"/v2/models/{{model}}{version}{f'/{action}' if action else ''}", api
     for path in ("/predictions/{model}", "/predictions/{model}/{version}"):
-        yield "POST", path, PREDICT
+        yield from ((method, path, PREDICT) for method in PREDICT_METHODS)
     held = (
         ("GET", "/v1/responses/{id}"),
         ("DELETE", "/v1/responses/{id}"),
@@ -106,17 +107,16 @@ def relayed() -> dict[str, dict[str, Any]]:
     return paths
 
 
-def components() -> dict[str, Any]:
-    """What those refer to: one error for each API."""
-    schemas = {
+def errors() -> dict[str, Any]:
+    """The schemas that those refer to: one error for each API."""
+    return {
         f"{family.value}_error": {"type": "object", "required": list(fields), "properties": fields}
         for family, fields in _ERRORS.items()
     }
-    return {"schemas": schemas}
 
 
 def _operation(method: str, path: str, api: Api) -> dict[str, Any]:
-    parts = [_parameter(name) for name in _PARAMETER.findall(path)]
+    parts = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in _PARAMETER.findall(path)]
     hints = [
         {"name": name, "in": "header", "required": False, "description": what, "schema": schema}
         for name, (what, schema) in _HINTS.items()
@@ -130,19 +130,15 @@ def _operation(method: str, path: str, api: Api) -> dict[str, Any]:
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_"),
         "summary": api.operation.replace("_", " "),
         "tags": [TITLES[api.family]],
-        "parameters": [*parts, *(hints if method == "POST" else ())],
+        "parameters": [*parts, *(hints if method in SENDING else ())],
         "responses": {
             "200": {"description": "the server's answer", "headers": headers, "content": answer},
             **{status: {"description": what, "content": error} for status, what in REFUSALS.items()},
         },
     }
-    if method == "POST":
+    if method in SENDING:
         operation["requestBody"] = {"required": api.kind is not Kind.PATH, "content": _body(api)}
     return operation
-
-
-def _parameter(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "schema": _TEXT}
 
 
 def _body(api: Api) -> dict[str, Any]:

@@ -100,6 +100,7 @@ _GENERATE = Api(_K, "text_completion", generates=True, kind=Kind.PATH)
 _STREAM = Api(_K, "text_completion", generates=True, kind=Kind.PATH, streams=True)
 _LOOK = Api(_K, "metadata", kind=Kind.PATH)
 PREDICT = Api(_T, "infer", kind=Kind.PATH)
+PREDICT_METHODS = ("POST", "PUT", "GET", "OPTIONS")
 
 KSERVE_MODEL = re.compile(
     r"/v2/models/([^/]+)(?:/versions/[^/]+)?(?:/(infer|generate|generate_stream|ready|stats|config))?"
@@ -145,5 +146,5 @@ def match(method: str, path: str) -> Match | None:
         return Match(api, unquote(model[1])) if model and api else None
     if path.startswith("/predictions/"):
         model = TORCHSERVE_MODEL.fullmatch(path)
-        return Match(PREDICT, unquote(model[1])) if model and method in ("POST", "PUT", "GET", "OPTIONS") else None
+        return Match(PREDICT, unquote(model[1])) if model and method in PREDICT_METHODS else None
     return None

@@ -415,9 +415,10 @@ class Candidate:
         None: nothing, and nothing was read since.
         """
         before = self.heard.get(replica)
+        if told == before or (told is None and before is not None and not any(before[:5])):
+            return  # most have nothing new, and what is known of the server's costs stays known
         if told is None:
-            if before is None:
-                return
+            assert before is not None
             told = (0.0, 0.0, 0.0, 0.0, 0.0, before[5])
         n, w, p, k, r, read = (
             new - old for new, old in zip(told, before or (0.0, 0.0, 0.0, 0.0, 0.0, told[5]), strict=True)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import nullcontext
+from heapq import nsmallest
 from pathlib import Path as File
 from typing import Final
 
@@ -79,7 +80,7 @@ class ProcessGroup:
             for _ in range(replicas - len(staying) - self._starting):
                 self._starting += 1
                 self._spawn(self._start())
-        for replica in sorted(staying, key=self._left)[: max(0, len(staying) - replicas)]:
+        for replica in nsmallest(len(staying) - replicas, staying, key=self._left):
             replica.leaving = True
             self._spawn(self._leave(replica))
 

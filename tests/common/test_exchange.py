@@ -24,15 +24,19 @@ def balancing(name: str) -> Balancing:
     return made
 
 
+def exchanging(store: MemoryAffinityStore, one: Balancing, other: Balancing) -> list[asyncio.Task[None]]:
+    tasks = []
+    for made, name in ((one, "other"), (other, "one")):
+        made.balancers[NODE].replicas([name], 0.0)
+        exchange = Exchange(store, NODE, made, Quarantine(0.0), lambda name=name: frozenset({name}))
+        tasks.append(asyncio.create_task(exchange.run()))
+    return tasks
+
+
 async def test_two_balancers_see_what_the_other_has_under_way_and_forget_it_when_it_dies() -> None:
     store = MemoryAffinityStore()
     one, other = balancing("one"), balancing("other")
-    for made, others in ((one, "other"), (other, "one")):
-        made.balancers[NODE].replicas([others], 0.0)
-    tasks = [
-        asyncio.create_task(Exchange(store, NODE, made, Quarantine(0.0), lambda name=name: frozenset({name})).run())
-        for made, name in ((one, "other"), (other, "one"))
-    ]
+    tasks = exchanging(store, one, other)
     picks = [one.balancers[NODE].pick(REQUEST, 0.0, Random(2), ("b",)) for _ in range(5)]
     assert all(isinstance(p, Pick) for p in picks)
     await asyncio.sleep(0.2)
@@ -48,12 +52,7 @@ async def test_two_balancers_see_what_the_other_has_under_way_and_forget_it_when
 async def test_where_a_prompt_went_is_known_to_the_other_balancer() -> None:
     store = MemoryAffinityStore()
     one, other = balancing("one"), balancing("other")
-    for made, others in ((one, "other"), (other, "one")):
-        made.balancers[NODE].replicas([others], 0.0)
-    tasks = [
-        asyncio.create_task(Exchange(store, NODE, made, Quarantine(0.0), lambda name=name: frozenset({name})).run())
-        for made, name in ((one, "other"), (other, "one"))
-    ]
+    tasks = exchanging(store, one, other)
     hashes = (2**64 - 1, 3)
     assert isinstance(one.balancers[NODE].pick(replace(REQUEST, prefix_hashes=hashes), clock.now(), Random(2)), Pick)
     caches = [c.prefix for c in other.balancers[NODE].candidates.values()]
